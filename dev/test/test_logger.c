@@ -407,8 +407,8 @@ static void test_narrow_terminal(void **state) {
     }
 }
 
-// Returns how many lines of 1000 steps a console that is no terminal gets; the first and the last
-// are always among them.
+// Returns how many lines of 1000 steps a console that is no terminal gets: of the first, the last,
+// and the multiples of `every`, or of what gives LINES_A_RUN where it is 0.
 static int count_lines(int64_t every) {
     Logger logger;
     open_logger(&logger, false);
@@ -420,9 +420,11 @@ static int count_lines(int64_t every) {
     }
     close_logger(&logger);
     assert_true(strncmp(console_text, "step    0/1000", 14) == 0 && strstr(console_text, "step  999/1000"));
-    int lines = 0;
-    for (const char *c = console_text; *c; c++) {
-        lines += *c == '\n';
+    int lines = 0, spread = every ? (int)every : 1000 / LINES_A_RUN;
+    for (const char *line = console_text; *line; line = strchr(line, '\n') + 1) {
+        int step = atoi(line + strlen("step"));
+        assert_true(step % spread == 0 || step == 999);
+        lines++;
     }
     free(console_text);
     assert_int_equal(unlink(log_path), 0);
