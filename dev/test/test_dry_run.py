@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainer import MODEL, SLOWNESS, VOCAB, dry_run, one_sentence, run, run_well
+from trainer import CHANNELS, MODEL, SLOWNESS, VOCAB, dry_run, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
@@ -86,6 +86,15 @@ def test_without_a_link_there_is_memory_and_wire_alone():
 def test_this_machine():
     text = plan("cpu", 1, *MODEL)
     assert "plan     this machine: " in text and seconds(text) > 0
+
+
+BESIDE = r"^  to save and load, besides +([\d.]+) (\w?)B"
+
+
+def test_what_loading_and_saving_takes():
+    """The largest matrix twice, in FP32: of the FFN, 4 channels by channels, or the embedding. One decimal is printed."""
+    assert number(plan("cpu", None, *MODEL), BESIDE) == pytest.approx(2 * 4 * 4 * CHANNELS**2, abs=50)
+    assert number(plan("cpu", None, *MODEL, "--vocab-size", 1000), BESIDE) == pytest.approx(2 * 4 * 1000 * CHANNELS, abs=50)
 
 
 def test_even_shards_over_mpi_send_what_a_ring_does():
@@ -179,10 +188,13 @@ def test_a_dry_run_checks_the_run(data, arguments, parts):
 
 
 def test_only_recipes_to_come_are_checked(data, tmp_path):
-    """A card needn't have what a run is past."""
+    """A card needn't have what a run is past; nor need memory hold what a switch to come keeps besides."""
     out, later = tmp_path / "run", ["--recipe-at", "2:mxfp8"]
     run_well(*data, *MODEL, "--recipe", "fp8-blockwise-fp32", *later, "--max-steps", 3, "--threads", 1, "--out-dir", out)
     run_well("--resume", "--out-dir", out, "--max-steps", 4, "--dry-run", "--device", "b200", "--mx-gemm", "native")
+    past = run_well("--resume", "--out-dir", out, "--max-steps", 4, "--dry-run").stdout
+    besides = [number(text, BESIDE) for text in (past, plan("cpu", None, *MODEL), plan("cpu", None, *MODEL, *later))]
+    assert besides[0] == besides[1] < besides[2]
     early = run(*NATIVE_BLOCKS, *data, *MODEL, *later, "--max-steps", 4, "--device", "b200")
     assert early.returncode == 2 and "only compute capability 9.0" in one_sentence(early.stderr)
 
