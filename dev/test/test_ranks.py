@@ -149,6 +149,14 @@ def test_a_plan_that_does_not_fit_is_said_once(data):
     assert done.returncode == 2 and [text for _, text in done.sentences if "it doesn't fit, " in text] and len(done.sentences) == 1
 
 
+def test_ranks_of_a_machine_share_its_memory(data):
+    """Two have half of what one has, and of that other programs may take or leave some meanwhile."""
+    texts = [run_ranks_well(ranks, "--dry-run", "--device", "cpu", *MODEL).stdout for ranks in (1, 2)]
+    found = [re.search(r"of ([\d.]+) (\w)B free", text) for text in texts]
+    one, two = (float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] for match in found)
+    assert 0.3 * one < two < 0.7 * one
+
+
 QUANTIZED_HEAD = ["--recipe", "fp32", "--operand-in", "lm_head:*=e4m3"]
 
 
