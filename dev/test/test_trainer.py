@@ -550,6 +550,16 @@ def test_checkpoint_is_what_hugging_face_reads(trained, data):
     assert (directory / "tokenizer.bin").read_bytes() == tokenizer.read_bytes()
 
 
+def test_end_of_text_in_a_checkpoint_is_the_tokenizers(tmp_path):
+    """Which isn't always the last id."""
+    data, path = make_data(tmp_path), tmp_path / "tokenizer.bin"
+    header = np.frombuffer(path.read_bytes()[:1024], np.uint32).copy()
+    header[3] = 0
+    path.write_bytes(header.tobytes() + path.read_bytes()[1024:])
+    run_well(*data, *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "run")
+    assert json.loads((latest(tmp_path / "run") / "config.json").read_text())["eos_token_id"] == 0
+
+
 DOCUMENT = "  the cat's  hat\n\n\tçà et là — 東京 \U0001f600\r\n" * 40
 JSONS = ["tokenizer.json", "tokenizer_config.json"]  # what transformers reads
 
@@ -651,6 +661,14 @@ def test_checkpoint_every_and_keep_checkpoints(data, tmp_path, keep, left):
     run_well(*data, *MODEL, "--max-steps", 30, "--checkpoint-every", 5, "--keep-checkpoints", keep, "--out-dir", tmp_path)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step:06d}" for step in left]
     assert (tmp_path / "latest").read_text() == "step_000030\n"
+
+
+def test_a_later_checkpoint_is_neither_removed_nor_counted(data, tmp_path):
+    """It is of an abandoned run."""
+    run_well(*data, *MODEL, "--max-steps", 1, "--checkpoint-every", 1, "--keep-checkpoints", 2, "--out-dir", tmp_path)
+    (tmp_path / "step_000999").mkdir()
+    run_well("--resume", "--max-steps", 3, "--out-dir", tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000003", "step_000999"]
 
 
 def test_generate_prints_text_that_the_seed_decides(trained):
