@@ -494,6 +494,19 @@ def test_more_steps_of_validation_than_there_are(data, tmp_path):
     assert validations(tmp_path / "0") == validations(tmp_path / str(10**15)) and validations(tmp_path / "0")[0][1] > 3
 
 
+def test_validation_counts_each_window_once(data, tmp_path):
+    """Also those of the last micro-batch, which holds 1 where 92 windows have filled the 23 before it."""
+    for batch in (4, 1):
+        run_well(*data, *MODEL, "--recipe", "fp32", "--val-steps", 0, "--batch-size", batch, "--max-steps", 1,
+                 "--out-dir", tmp_path / str(batch))
+    (_, loss), (_, by_one) = (validations(tmp_path / batch)[0] for batch in ("4", "1"))
+    # Each window's loss is of the same products and sums. The mean of n = T or 4 T losses is a sum in FP32, off by n 2^-24
+    # of it at most, in another order: 4 T and T of it.
+    bound = 5 * T * 2.0**-24 * loss
+    print(f"validation losses differ by {abs(loss - by_one):.1e}, bound {bound:.1e}")
+    assert abs(loss - by_one) <= bound
+
+
 def test_the_decay_of_wsd(data, tmp_path):
     run_well(*data, *MODEL, "--schedule", "wsd", "--decay-fraction", 0.4, "--final-lr-fraction", 0, "--learning-rate", 1e-3,
              "--max-steps", 10, "--out-dir", tmp_path)
