@@ -431,6 +431,11 @@ def test_outliers_are_skipped_and_training_goes_on(tmp_path):
         assert event["step"] >= 128 and event["skipped"].endswith("is an outlier") and "finite" not in event
     assert np.mean([event["loss"] for event in skipped]) > usual + 1
     assert usual < np.mean([event["loss"] for event in train[:128]]) - 0.5
+    # What later steps are compared with holds the skipped ones too: a lasting change of level is an outlier for a while.
+    assert any("skipped" in event for event in train[-128:])
+    state = json.loads((latest(tmp_path / "with") / "trainer_state.json").read_text())
+    for name, key in (("losses", "loss"), ("grad_norms", "grad_norm")):
+        assert sorted(state[name]["values"]) == sorted(event[key] for event in train[-128:])
     assert not any("skipped" in event for event in steps(tmp_path / "without"))
     check_spikes(tmp_path / "without")
 
