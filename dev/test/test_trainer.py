@@ -701,6 +701,31 @@ def test_generate_prints_text_that_the_seed_decides(trained):
     assert sample("--prompt", long).startswith(long)
 
 
+def test_generate_sees_the_last_tokens(data, tmp_path):
+    """Of a prompt the last T; then T / 2 and what has come since, until they are T again. --score finds each token the
+    likeliest after that. Weights are so large that all tokens matter; one channel keeps white space and the text's end away."""
+    model = make_initial_weights(tmp_path / "initial", *data, *MODEL)
+    weights = load_file(model / "model.safetensors")
+    for name in weights:
+        weights[name] = weights[name] * np.float32(20 if weights[name].ndim == 2 else 1)
+    weights["transformer.ln_f.weight"][3], weights["transformer.ln_f.bias"][3] = 0, 1
+    weights["transformer.wte.weight"][[0, 1, END_OF_TEXT], 3] = -1000
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    prompt = "".join(chr(33 + 7 * i % 62) for i in range(T + 8))
+    options = ["--recipe", "fp32", "--threads", 1]
+    likeliest = ["--temperature", 0, "--sample-tokens", 60]
+    text = run_well("--generate", model, *options, *likeliest, "--prompt", prompt).stdout.rstrip()
+    assert len(text) == T + 8 + 60
+    ends = [T + 8, *range(T + 9, len(text), T // 2), len(text)]
+    requests = [{"id": i, "context": text[first - (T if i == 0 else T // 2 + 1):first], "continuation": text[first:end]}
+                for i, (first, end) in enumerate(zip(ends, ends[1:]))]
+    (tmp_path / "requests").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    scores = run("--score", model, *options, "--requests", tmp_path / "requests").stdout.splitlines()
+    print(text, *scores, sep="\n")
+    assert [json.loads(score)["tokens"] for score in scores] == [1, 16, 16, 16, 11]
+    assert all(json.loads(score)["greedy"] for score in scores)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Options
 
