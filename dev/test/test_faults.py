@@ -521,6 +521,32 @@ def overflow_where_the_rare_token_is(tensors):
     tensors["transformer.wte.weight"][END_OF_TEXT, channels] = -3e38
 
 
+def assert_update_counts_applied_steps(out):
+    """Of two more steps the second is AdamW's of the moments behind it, their biases corrected by the steps that were applied.
+    With a beta2 of 0.9999 a step more or less than 300 moves an update by a 600th."""
+    beta1, beta2 = (float(np.float32(beta)) for beta in (0.9, 0.9999))
+    run_well("--resume", "--max-steps", 302, "--beta2", 0.9999, "--checkpoint-every", 1, "--out-dir", out)
+    before, after = (load_file(out / f"step_{step:06}" / "model.safetensors") for step in (301, 302))
+    moments = load_file(out / "step_000302" / "optimizer.safetensors")
+    state = json.loads((out / "step_000302" / "trainer_state.json").read_text())
+    rate, applied = events(out, "train")[-1]["learning_rate"], state["step"] - state["skipped"]
+    assert state["skipped"] > 0 and "skipped" not in events(out, "train")[-1]
+    furthest = 0
+    for name, weight in before.items():
+        m, v = (moments[f"{name}.{moment}"].astype(np.float64) / (1 - beta**applied)
+                for moment, beta in (("exp_avg", beta1), ("exp_avg_sq", beta2)))
+        kept = weight.astype(np.float64) * (1 - (0.1 * rate if weight.ndim == 2 else 0))
+        update = rate * m / (np.sqrt(v) + 1e-8)
+        # In FP32, roundings of 2^-24 of the weight: its factor's, its product's, the difference's; of the update: the rate's,
+        # those of two corrections, of a quotient and a root and a reciprocal of these, of two products, a root, a sum and a
+        # quotient, the difference's.
+        bound = 2.0**-24 * (3 * np.abs(kept) + 12 * np.abs(update))
+        off = np.abs(after[name] - (kept - update))
+        furthest = max(furthest, (off / np.maximum(bound, 1e-45)).max())
+    print(f"updates are off by {furthest:.2f} of the bound at most")
+    assert furthest <= 1
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
 def test_one_step_that_is_not_finite_is_skipped_and_training_goes_on(rare, short_run, tmp_path, recipe):
     start_from = changed_weights(short_run / "half" / "step_000003", tmp_path / "start", overflow_where_the_rare_token_is)
@@ -545,6 +571,7 @@ def test_one_step_that_is_not_finite_is_skipped_and_training_goes_on(rare, short
     assert state["skipped"] == len(bad) and state["nonfinite_in_a_row"] == 0
     for name, key in (("losses", "loss"), ("grad_norms", "grad_norm")):
         assert sorted(state[name]["values"]) == sorted(event[key] for event in others[-128:])
+    assert_update_counts_applied_steps(shutil.copytree(out, tmp_path / "longer"))
     # Killed right behind that step, and resumed from before it.
     process = start(*common, "--init-from", start_from, "--checkpoint-every", 50, "--out-dir", stopped)
     wait_for_line(process, f"step {max(bad[0]['step'] + 1, 51):3d}/300")
