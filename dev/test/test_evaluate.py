@@ -251,6 +251,18 @@ def test_questions_during_a_run(runs, tmp_path):
     assert [e.get("accuracy") for e in first] == [e.get("accuracy") for e in logged[:2]]
 
 
+def test_questions_draw_by_their_step(runs, tmp_path):
+    """Stochastic roundings of questions are those of their step, with a validation before them as without."""
+    assert run_script(runs, "--tasks", "choose.jsonl", "--limit", 5, "--write-requests", tmp_path / "few.jsonl").returncode == 0
+    options = ["--train-data", runs / "data/train_*.bin", *SIZE, "--batch-size", 2, "--element-rounding", "stochastic",
+               "--schedule", "constant", "--learning-rate", 0, "--eval-requests", tmp_path / "few.jsonl", "--eval-every", 1]
+    val = ["--val-data", runs / "data/val_*.bin", "--val-every", 1, "--val-steps", 1]
+    for name, more in (("alone", []), ("behind", val)):
+        run_well(*options, *more, "--max-steps", 2, "--out-dir", tmp_path / name)
+    logged = events(tmp_path / "alone", "eval")
+    assert logged == events(tmp_path / "behind", "eval") and len({event["bits_per_byte"] for event in logged}) == 3
+
+
 def run_well_aside(*arguments):
     """The objects printed, whatever was said on stderr."""
     done = run(*arguments)
