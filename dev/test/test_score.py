@@ -135,6 +135,16 @@ def test_any_length_in_any_batch(llama, tmp_path):
             assert line["tokens"] == count and line["bytes"] == len(continuation)
 
 
+def test_of_equal_logits_the_first_is_greedy(llama, tmp_path):
+    """As --generate has it, and PyTorch's argmax. All weights are 0, and all logits."""
+    zeros = shutil.copytree(llama, tmp_path / "zeros")
+    weights = (zeros / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(weights[:8], "little")
+    (zeros / "model.safetensors").write_bytes(weights[:header] + bytes(len(weights) - header))
+    found, _ = score(zeros, [request(token, "A", text_of([token])) for token in range(END_OF_TEXT)], scratch=tmp_path)
+    assert [line["id"] for line in found if line["greedy"]] == [0]
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 def test_ranks_share_the_requests(llama, tmp_path):
     from test_ranks import run_ranks
