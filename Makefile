@@ -28,9 +28,11 @@ LDLIBS := $(FOUND_LDLIBS) -lm
 ifneq ($(filter aarch64%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 CFLAGS := $(subst -march=,-mcpu=,$(CFLAGS))
 endif
-# What is for AMX is built whatever processor ARCH names, and looks for it as it runs.
+# What is for AMX is built whatever processor ARCH names, and looks for it as it runs. Compilers that
+# have the instructions but can't ask for them (clang 14) leave it out.
 AMX_CFLAGS := $(shell flags='-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16'; \
-    $(CC) $$flags -E -x c /dev/null >/dev/null 2>&1 && echo "$$flags")
+    echo 'int main(void) { return __builtin_cpu_supports("amx-bf16"); }' | \
+    $(CC) $$flags -fsyntax-only -x c - >/dev/null 2>&1 && echo "$$flags")
 CFLAGS += $(if $(AMX_CFLAGS),-DHAVE_AMX)
 NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics $(EXTRA_NVCCFLAGS)

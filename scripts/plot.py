@@ -52,7 +52,7 @@ STYLE = {
 
 
 def new_figure(width, height):
-    """Returns a figure of this style, in inches, that isn't shown on a screen."""
+    """Returns a figure of this style, `width` by `height` inches, that isn't shown on a screen."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -81,6 +81,23 @@ static inline void *cpu_at(Tensor tensor, int64_t row, int64_t col) {
     return (char *)tensor.data + (size_t)(row * tensor.stride + col) * dtype_size(tensor.dtype);
 }
 
+// The lanes of two vectors of one type that `from` names, which counts those of `b` on from a's: a
+// builtin of GCC's that clang lacks.
+#ifdef __clang__
+#define CPU_SHUFFLE(a, b, from)                                   \
+    ({                                                            \
+        __typeof__(a) shuffled;                                   \
+        const int lanes = (int)(sizeof(a) / sizeof((a)[0]));      \
+        for (int i = 0; i < lanes; i++) {                         \
+            int at = (int)(from)[i];                              \
+            shuffled[i] = at < lanes ? (a)[at] : (b)[at - lanes]; \
+        }                                                         \
+        shuffled;                                                 \
+    })
+#else
+#define CPU_SHUFFLE(a, b, from) __builtin_shuffle(a, b, from)
+#endif
+
 // Rows of columns that are read one below the other are prefetched so many ahead: they lie further
 // apart than processors look for what is read next.
 enum { CPU_ROWS_AHEAD = 8 };

@@ -51,7 +51,7 @@ MX_FUNCTION void draw_together(uint16_t *random, uint64_t key, uint64_t stream, 
         Longs lower = (word[v][0] & UINT32_MAX) | word[v][1] << 32,
               upper = (word[v][2] & UINT32_MAX) | word[v][3] << 32;
         for (int i = 0; i < 2; i++) {
-            Longs drawn = __builtin_shuffle(lower, upper, in_turn[i]);
+            Longs drawn = CPU_SHUFFLE(lower, upper, in_turn[i]);
             memcpy(random + (2 * v + i) * VECTOR_BYTES / 2, &drawn, sizeof(drawn));
         }
     }

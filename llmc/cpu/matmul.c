@@ -162,8 +162,8 @@ MX_FUNCTION void exchange_squares(Lanes x[LANES], int side) {
     for (int i = 0; i + side < LANES; i++) {
         if (i & side) continue;
         Lanes first = x[i], second = x[i + side];
-        x[i] = __builtin_shuffle(first, second, upper);
-        x[i + side] = __builtin_shuffle(first, second, lower);
+        x[i] = CPU_SHUFFLE(first, second, upper);
+        x[i + side] = CPU_SHUFFLE(first, second, lower);
     }
 }
 
@@ -177,10 +177,11 @@ MX_FUNCTION void transpose_lanes(Lanes x[LANES]) {
 
 // Packs the same of a transposed b, whose rows are columns of the panels: as many of them at a time
 // as a register has lanes.
-MX_FUNCTION void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
-    float rows[LANES][BLOCK_K + LANES]; // not a power of two: the caches have few places for those
+static void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
+    float rows[LANES][BLOCK_K + LANES];                    // not a power of two: the caches have few places for those
+    if (depth % LANES != 0) memset(rows, 0, sizeof(rows)); // what is loaded doesn't reach beyond depth
     for (int64_t j = 0; j < round_up_int64(cols, KERNEL_COLS); j += LANES) {
-        if (cols - j < LANES || depth % LANES != 0) memset(rows, 0, sizeof(rows));
+        if (cols - j < LANES) memset(rows, 0, sizeof(rows));
         for (int64_t c = 0; c < min_int64(LANES, cols - j); c++) {
             load_part(rows[c], b, n + j + c, k, depth);
         }

@@ -8,6 +8,7 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h> // sysconf
 
 static const char NO_TRAIN_DATA[] =
     "--train-data is missing: name the token files to train on (data/prepare.py makes them; see --help)";
