@@ -506,7 +506,7 @@ def test_validation_counts_each_window_once(data, tmp_path):
                  "--out-dir", tmp_path / str(batch))
     (_, loss), (_, by_one) = (validations(tmp_path / batch)[0] for batch in ("4", "1"))
     # Means are added in doubles. A GEMM of other rows may add an element's products in another order, in FP32: of n = 4
-    # CHANNELS at most it is off by n 2^-24 of them, and 13 such products lie one behind the other, six a block and the head's.
+    # CHANNELS at most it is off by n 2^-24 of them, and 13 such sums lie one behind the other, six a block and the head's.
     bound = 13 * 4 * CHANNELS * 2.0**-24 * loss
     print(f"validation losses differ by {abs(loss - by_one):.1e}, bound {bound:.1e}")
     assert abs(loss - by_one) <= bound

@@ -160,8 +160,8 @@ enum { SHARERS = 4, SHARE = LANE_COLS / SHARERS };
 
 template <int DISTANCE> static __device__ __forceinline__ int sharer(int lane) { return lane / DISTANCE % SHARERS; }
 
-// Returns the amaxes of a lane's two blocks, of the shares of eight that each of the four lanes has:
-// a lane hands half of its words over and receives the other's half, twice.
+// Returns the amaxes of a lane's two blocks, of the shares of eight that each of the four lanes
+// has: a lane hands half of its words over and receives the other's half, twice.
 template <typename T, int DISTANCE> static __device__ __forceinline__ Eight<T> reduce_shares(Eight<T> amax, int lane) {
 #pragma unroll
     for (int half = Eight<T>::WORDS / 2, distance = 2 * DISTANCE; distance >= DISTANCE; half /= 2, distance /= 2) {
@@ -278,8 +278,8 @@ static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &r
     }
 }
 
-// Returns the codes of eight elements times reciprocals of their scales. A BF16 times a power of two
-// is exact as BF16 too, unless it is so small that every format makes 0 of it.
+// Returns the codes of eight elements times reciprocals of their scales. A BF16 times a power of
+// two is exact as BF16 too, unless it is so small that every format makes 0 of it.
 template <Format FORMAT>
 static __device__ __forceinline__ uint64_t encode_scaled(const Eight<Bf16> &x, const Eight<Bf16> &reciprocals) {
     uint64_t codes = 0;
