@@ -119,7 +119,8 @@ OPTIONS = {
     "documents without a tokenizer": (["--train-data", "{base}/alone/train.bin", "--mask-documents"],
                                       ["--mask-documents", "end-of-text", "--tokenizer"]),
     "foreign tokenizer": (["--tokenizer", "{base}/data/val_000000.bin"], ["val_000000.bin", "data/prepare.py"]),
-    "too little memory": (["--batch-size", "1000003", "--layers", "200"], ["memory", "--batch-size 1 would fit"]),  # a prime: no other divides it
+    # a prime, which nothing else divides
+    "too little memory": (["--batch-size", "1000003", "--layers", "200"], ["memory", "--batch-size 1 would fit"]),
     "far too little memory": (["--channels", "65536", "--layers", "1000"], ["memory", "smaller model"]),
     "init-from nothing": (["--init-from", "{base}/none"], ["{base}/none", "no such directory"]),
     "init-from another model": (["--init-from", "{step}", "--layers", "3"], ["--layers 3", "2", "leave the option out"]),

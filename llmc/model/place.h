@@ -11,8 +11,8 @@ static inline Tensor take_tensor(MemoryPlan *plan, MemoryKind kind, Format dtype
     return tensor_make(memory_take(plan, kind, (size_t)(rows * cols) * dtype_size(dtype)), dtype, rows, cols);
 }
 
-// Takes a copy. A scaling that isn't MX has no swizzled form, and with FP32 scales no BF16 values: it
-// is plain then.
+// Takes a copy. A scaling that isn't MX has no swizzled form, and with FP32 scales no BF16 values:
+// it is plain then.
 static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, Format format, Scaling scaling, Axis axis,
                                           int64_t rows, int64_t cols, QuantizedForm form) {
     bool has_no_values = scaling == SCALING_BLOCK128_FP32 && form == FORM_DECODED;
