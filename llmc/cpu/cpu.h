@@ -84,15 +84,16 @@ static inline void *cpu_at(Tensor tensor, int64_t row, int64_t col) {
 // The lanes of two vectors of one type that `from` names, which counts those of `b` on from a's: a
 // builtin of GCC's that clang lacks.
 #ifdef __clang__
-#define CPU_SHUFFLE(a, b, from)                                   \
-    ({                                                            \
-        __typeof__(a) shuffled;                                   \
-        const int lanes = (int)(sizeof(a) / sizeof((a)[0]));      \
-        for (int i = 0; i < lanes; i++) {                         \
-            int at = (int)(from)[i];                              \
-            shuffled[i] = at < lanes ? (a)[at] : (b)[at - lanes]; \
-        }                                                         \
-        shuffled;                                                 \
+#define CPU_SHUFFLE(a, b, from)                                                 \
+    ({                                                                          \
+        __typeof__(a) of_a_ = (a), of_b_ = (b), shuffled_;                      \
+        __typeof__(from) from_ = (from);                                        \
+        const int lanes_ = (int)(sizeof(of_a_) / sizeof(of_a_[0]));             \
+        for (int lane_ = 0; lane_ < lanes_; lane_++) {                          \
+            int at_ = (int)from_[lane_];                                        \
+            shuffled_[lane_] = at_ < lanes_ ? of_a_[at_] : of_b_[at_ - lanes_]; \
+        }                                                                       \
+        shuffled_;                                                              \
     })
 #else
 #define CPU_SHUFFLE(a, b, from) __builtin_shuffle(a, b, from)
