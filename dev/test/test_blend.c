@@ -9,12 +9,11 @@ same.
 #include <stdint.h>
 #include <cmocka.h>
 #include "llmc/data/blend.h"
+#include "files.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-static char directory[] = "/tmp/test_blend.XXXXXX";
 
 // A shard of tokens first, first + 1, ...
 static void write_shard(const char *name, int first, int count) {
@@ -336,16 +335,6 @@ static void test_fingerprint_where_a_phase_begins(void **state) {
     blend_close(&two);
 }
 
-static int make_directory(void **state) {
-    (void)state;
-    return mkdtemp(directory) ? 0 : -1;
-}
-
-static int drop_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_patterns),
@@ -358,5 +347,5 @@ int main(void) {
         cmocka_unit_test(test_fingerprint),
         cmocka_unit_test(test_fingerprint_where_a_phase_begins),
     };
-    return cmocka_run_group_tests(tests, make_directory, drop_directory);
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

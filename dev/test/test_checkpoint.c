@@ -10,12 +10,11 @@ in test_trainer.py and test_faults.py.
 #include <cmocka.h>
 #include "llmc/files/safetensors.h"
 #include "llmc/run/checkpoint.h"
+#include "files.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-static char directory[] = "/tmp/test_checkpoint.XXXXXX";
 
 // Files have GPT-2's matrices transposed, and a Llama's queries, keys and values apart.
 static const GPTConfig GPT2 = {.layers = 2, .heads = 2, .channels = 16, .max_seq_len = 8, .vocab_size = 33};
@@ -246,21 +245,11 @@ static void test_state(void **state) {
     check_state(&saved);
 }
 
-static int make_directory(void **state) {
-    (void)state;
-    return mkdtemp(directory) ? 0 : -1;
-}
-
-static int drop_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_weights_and_moments),
         cmocka_unit_test(test_is_finite),
         cmocka_unit_test(test_state),
     };
-    return cmocka_run_group_tests(tests, make_directory, drop_directory);
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -8,13 +8,12 @@ file it must refuse.
 #include <stdint.h>
 #include <cmocka.h>
 #include "llmc/data/dataloader.h"
+#include "files.h"
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-static char directory[] = "/tmp/test_dataloader.XXXXXX";
 
 static char *in_directory(const char *name) {
     static char path[2][256];
@@ -340,16 +339,6 @@ static void test_wrong_tokens(void **state) {
     write_shard32("mixed_1.bin", 0, 20);
     refuse("mixed_*.bin", "'@/mixed_0.bin' has 2-byte tokens and '@/mixed_1.bin' 4-byte ones: they come from different "
                           "tokenizers; name only files of one data set");
-}
-
-static int make_directory(void **state) {
-    (void)state;
-    return mkdtemp(directory) ? 0 : -1;
-}
-
-static int remove_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
 }
 
 int main(void) {

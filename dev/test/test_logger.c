@@ -9,6 +9,7 @@ console as a file and as a (pseudo-)terminal sees it.
 #include <cmocka.h>
 #include "llmc/run/logger.h"
 #include "llmc/run/quant_stats.h"
+#include "files.h"
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <poll.h>
@@ -20,7 +21,6 @@ console as a file and as a (pseudo-)terminal sees it.
 #include <sys/resource.h>
 #include <unistd.h>
 
-static char directory[] = "/tmp/test_logger.XXXXXX";
 static char log_path[64];
 
 static const TrainEvent TRAIN = {.step = 12,
@@ -438,16 +438,10 @@ static void test_lines_without_a_terminal(void **state) {
     assert_int_equal(count_lines(300), 5); // 0, 300, 600, 900, 999
 }
 
-static int make_directory(void **state) {
-    (void)state;
-    if (!mkdtemp(directory)) return -1;
+static int make_directory_and_path(void **state) {
+    if (make_directory(state) != 0) return -1;
     snprintf(log_path, sizeof(log_path), "%s/log.jsonl", directory);
     return 0;
-}
-
-static int remove_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
 }
 
 int main(void) {
@@ -463,5 +457,5 @@ int main(void) {
         cmocka_unit_test(test_narrow_terminal),
         cmocka_unit_test(test_lines_without_a_terminal),
     };
-    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+    return cmocka_run_group_tests(tests, make_directory_and_path, remove_directory);
 }

@@ -16,20 +16,14 @@
 #include <unistd.h>
 #include <cmocka.h>
 #include "llmc/files/safetensors.h"
+#include "files.h"
 
-static char directory[] = "/tmp/test_safetensors_XXXXXX";
 static char path[256]; // the file that the tests write
 
-static int make_directory(void **state) {
-    (void)state;
-    if (!mkdtemp(directory)) return -1;
+static int make_directory_and_path(void **state) {
+    if (make_directory(state) != 0) return -1;
     snprintf(path, sizeof(path), "%s/model.safetensors", directory);
     return 0;
-}
-
-static int remove_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
 }
 
 // Opens, or skips the test in a build that can't read JSON.
@@ -38,10 +32,6 @@ static void open_or_skip(SafetensorsFile *file, const char *name) {
     if (safetensors_open(file, name, &error)) return;
     if (strstr(error.message, "this build can't read JSON")) skip();
     fail_msg("%s", error.message);
-}
-
-static void check_says(const Error *error, const char *words) {
-    if (!strstr(error->message, words)) fail_msg("\"%s\" lacks \"%s\"", error->message, words);
 }
 
 static void check_floats(const SafetensorsFile *file, const char *name, const float *expected, int count) {
@@ -378,5 +368,5 @@ int main(void) {
         cmocka_unit_test(test_not_a_file),      cmocka_unit_test(test_cut_while_open),
         cmocka_unit_test(test_no_tensors),
     };
-    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+    return cmocka_run_group_tests(tests, make_directory_and_path, remove_directory);
 }

@@ -10,25 +10,15 @@
 #include <string.h>
 #include <cmocka.h>
 #include "llmc/data/tokenizer.h"
+#include "files.h"
 #include "fixtures/tokenizer_cases.h" // cases: texts and their ids
 
-static char directory[] = "/tmp/test_tokenizer_XXXXXX";
 static char path[256]; // the file that the tests write
 
-static int make_directory(void **state) {
-    (void)state;
-    if (!mkdtemp(directory)) return -1;
+static int make_directory_and_path(void **state) {
+    if (make_directory(state) != 0) return -1;
     snprintf(path, sizeof(path), "%s/tokenizer.bin", directory);
     return 0;
-}
-
-static int remove_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
-}
-
-static void check_says(const Error *error, const char *words) {
-    if (!strstr(error->message, words)) fail_msg("\"%s\" lacks \"%s\"", error->message, words);
 }
 
 static void check_decodes_to(const Tokenizer *tokenizer, const int32_t *ids, int count, const char *text,
@@ -361,5 +351,5 @@ int main(void) {
         cmocka_unit_test(test_hostile_files),
         cmocka_unit_test(test_print_safe),
     };
-    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+    return cmocka_run_group_tests(tests, make_directory_and_path, remove_directory);
 }

@@ -16,23 +16,13 @@
 #include <cmocka.h>
 #include "llmc/base/system.h"
 #include "llmc/base/util.h"
+#include "files.h"
 
-static char directory[] = "/tmp/test_util_XXXXXX";
 static char path[256]; // what `in` made last
 
 static const char *in(const char *name) {
     snprintf(path, sizeof(path), "%s/%s", directory, name);
     return path;
-}
-
-static int make_directory(void **state) {
-    (void)state;
-    return mkdtemp(directory) ? 0 : -1;
-}
-
-static int remove_directory(void **state) {
-    (void)state;
-    return remove_tree(directory) ? 0 : -1;
 }
 
 static void write_text(const char *name, const char *text) {
@@ -221,10 +211,6 @@ static void test_write_and_read(void **state) {
     mode_t mask = umask(022);
     umask(mask);
     assert_int_equal(status.st_mode & 0777, 0666 & ~mask);
-}
-
-static void check_says(const Error *error, const char *words) {
-    if (!strstr(error->message, words)) fail_msg("\"%s\" lacks \"%s\"", error->message, words);
 }
 
 static void test_read_refused(void **state) {
