@@ -82,10 +82,12 @@ bool gpt_config_check(const GPTConfig *c, Error *error) {
     if (c->rope_theta > 0 && c->positions != POSITIONS_ROPE) {
         return error_set(error, "--rope-theta is for rotary positions: give --positions rope too");
     }
-    if (c->layers > 1000 || c->channels > 65536 || c->max_seq_len > (1 << 20) || c->vocab_size > (1 << 24) ||
-        c->ffn < 0 || c->ffn > (1 << 20)) {
-        return error_set(error, "this model is beyond what the program takes: at most 1000 layers, 65536 channels, an "
-                                "MLP of 1048576, 1048576 positions, 16777216 tokens in the vocabulary");
+    if (c->layers > MAX_LAYERS || c->channels > MAX_CHANNELS || c->max_seq_len > MAX_POSITIONS ||
+        c->vocab_size > MAX_VOCAB_SIZE || c->ffn < 0 || c->ffn > MAX_FFN) {
+        return error_set(error,
+                         "this model is beyond what the program takes: at most %d layers, %d channels, an MLP of %d, "
+                         "%d positions, %d tokens in the vocabulary",
+                         MAX_LAYERS, MAX_CHANNELS, MAX_FFN, MAX_POSITIONS, MAX_VOCAB_SIZE);
     }
     return true;
 }

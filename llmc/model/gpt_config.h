@@ -26,6 +26,15 @@ typedef struct {
     int32_t end_of_text;
 } GPTConfig;
 
+// The largest model that is taken.
+enum {
+    MAX_LAYERS = 1000,
+    MAX_CHANNELS = 1 << 16, // heads too
+    MAX_FFN = 1 << 20,
+    MAX_POSITIONS = 1 << 20,
+    MAX_VOCAB_SIZE = 1 << 24
+};
+
 // A block's linear layers, in order.
 enum { LINEAR_QKV, LINEAR_PROJECTION, LINEAR_UP, LINEAR_DOWN, LINEARS_PER_BLOCK };
 
