@@ -203,6 +203,18 @@ def test_a_resume_refuses_other_tokens(tmp_path):
     run_well("--resume", "--max-steps", 3, "--out-dir", out)
 
 
+def test_a_resume_says_that_it_validates_on_other_tokens(tmp_path):
+    """The best loss is of them from there on, though the losses before were lower."""
+    data, out = make_data(tmp_path / "data"), tmp_path / "run"
+    state = lambda: json.loads((latest(out) / "trainer_state.json").read_text())
+    run_well(*data, *MODEL, "--max-steps", 2, "--out-dir", out)
+    assert "other tokens than the checkpoint's run validated on" not in run_well("--resume", "--max-steps", 3, "--out-dir", out).stdout
+    before = state()["best_val_loss"]
+    write_tokens(tmp_path / "data" / "val_000000.bin", [(5 * i * i) % 64 for i in range(3000)])
+    assert "other tokens than the checkpoint's run validated on" in run_well("--resume", "--max-steps", 4, "--out-dir", out).stdout
+    assert state()["best_val_loss"] == validations(out)[-1][1] > before
+
+
 def test_a_stray_rank_variable_does_not_lose_the_log(data, tmp_path):
     """As a job's shell has it: the only rank there is goes on, and writes to nothing but its log."""
     out = tmp_path / "run"

@@ -388,6 +388,7 @@ static const struct {
     {"seed", offsetof(TrainerState, seed), INT64_MIN, false},
     {"data_fingerprint", offsetof(TrainerState, data_fingerprint), INT64_MIN, true},
     {"data_hash", offsetof(TrainerState, data_hash), 0, true},
+    {"val_hash", offsetof(TrainerState, val_hash), 0, true},
     {"muon_state", offsetof(TrainerState, muon_state), 0, true},
     {"log_position", offsetof(TrainerState, log_position), 0, false},
     {"skipped", offsetof(TrainerState, skipped), 0, false},

@@ -33,6 +33,7 @@ typedef struct {
     int64_t seq_len, seed;
     int64_t data_fingerprint; // of the blend and its phases so far; 0: no blend
     int64_t data_hash;        // blend_hash(); 0: not known
+    int64_t val_hash;         // of the validation data, that best_val_loss is of; 0: none, or not known
     int64_t muon_state;       // MUON_STATE of a run with Muon; 0: AdamW alone
     int64_t log_position;     // bytes of log.jsonl that belong to these steps
     int64_t skipped;          // steps not applied, in all

@@ -649,6 +649,16 @@ static void check_same_optimizer(const Plan *p) {
         now ? "muon" : "adamw");
 }
 
+// Notes what the run validates on. Where a resumed run has other tokens there, its best loss so far
+// isn't one of theirs.
+static void plan_validation(Plan *p) {
+    uint64_t whole = hash_add(dataloader_hash(&p->val), (uint64_t)p->val.num_tokens);
+    int64_t hash = (int64_t)(whole >> 12); // JSON keeps 53 bits
+    p->has_other_val = p->start.val_hash && p->start.val_hash != hash;
+    if (p->has_other_val) p->start.best_val_loss = NAN;
+    p->start.val_hash = hash;
+}
+
 // Opens the data. Without --train-data there is only something to plan.
 static void plan_data(Plan *p) {
     const Settings *s = &p->line.settings;
@@ -658,6 +668,7 @@ static void plan_data(Plan *p) {
     if (s->val_data) {
         dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, OR_DIE);
         p->has_val = true;
+        plan_validation(p);
     }
     check_same_data(p);
     check_same_optimizer(p);

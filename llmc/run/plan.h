@@ -36,6 +36,7 @@ typedef struct {
     Blend train;
     DataLoader val;
     bool has_val;
+    bool has_other_val; // than the checkpoint's run validated on
     ScoreRequests eval; // that are asked during the run; empty: none
     char *checkpoint;   // that is resumed from, or NULL
     TrainerState start; // of the checkpoint; else of a new run

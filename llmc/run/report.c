@@ -105,6 +105,10 @@ static void print_data(const Plan *p) {
            p->train.num_windows, plural(p->train.num_windows), p->T);
     if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
     printf("\n");
+    if (p->has_other_val) {
+        printf("         these are other tokens than the checkpoint's run validated on: losses of validation before "
+               "and after it\n         can't be compared, and the best one counts from here\n");
+    }
     const Settings *s = &p->line.settings;
     if (!p->has_tokenizer && !p->checkpoint && !s->init_from && !settings_given(&p->line, &s->shape.vocab_size)) {
         printf(
