@@ -1,6 +1,6 @@
 # make          builds ./train_gpt_mxfp8 and the tools in build/, with the libraries it finds
 # make demo     installs what is missing, builds, and trains a small GPT on Shakespeare
-# make test     installs what is missing, builds, and runs every test
+# make test     installs what is missing, builds, and runs the tests
 # make help     lists the rest
 
 ARCH ?= native

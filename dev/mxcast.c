@@ -53,7 +53,7 @@ static const char HELP[] =
     "In an MX format 32 neighbours share a scale, a power of two made from the largest magnitude\n"
     "among them (amax). Formats: e4m3, e5m2 (8 bits), e2m3, e3m2 (6 bits), e2m1 (4 bits).\n"
     "Scale roundings: rceil (amax / max rounded up), floor (OCP), ceil, even.\n"
-    "Other scalings: one scale a tensor, blocks of 128, NVFP4: mxcast encode --help.\n"
+    "Other scalings: one scale per tensor, blocks of 128, NVFP4: mxcast encode --help.\n"
     "\n"
     "Example: a weight of a checkpoint\n"
     "\n"

@@ -4,8 +4,9 @@
 At the same weights the gradient of each recipe is compared with the exact one (recipe fp32) of the same tokens: of one
 micro-batch, and of 32. Where micro-batches are drawn alike, the mean squared length of an error over n tokens is
 bias^2 + noise / n. Noise is what the roundings of different tokens do apart: it falls as the scatter of the gradients of
-batches does, and is given as a part of that, in variance. Noise of 1 % costs what batches smaller by 1 % do. Bias is what
-all tokens have in common, the error of rounded weights among it, and is given as a part of the mean gradient's length.
+batches does, and is given as a part of that, in variance. Noise of 1 % costs what batches smaller by 1 % do, where
+errors aren't correlated with the gradients themselves. Bias is what all tokens have in common, the error of rounded
+weights among it, and is given as a part of the mean gradient's length.
 
 The weights are those of a bf16 run under each seed, or what --init-from after -- names. What was finished isn't run again.
 OUT_DIR/report.html and report.md have a table and a picture.
@@ -157,7 +158,9 @@ def in_words(seeds, tokens, given):
         "An error is the length of the difference from the exact gradient (recipe fp32) of the same weights and tokens, as a "
         "part of its length. Bias is the part of it that doesn't average out over tokens, beside the mean gradient; noise is "
         "the variance that does, beside that of the exact gradients of batches: noise of 1 % costs what batches smaller by "
-        "1 % do." + (" In brackets: 95 % intervals of the mean over seeds (Student's t); of bias the root of that of its square." if count > 1 else "") + few
+        "1 % do, where errors aren't correlated with the gradients themselves."
+        + (" In brackets: 95 % intervals of the mean over seeds (Student's t), of bias the root of that of its square; what "
+           "would begin below 0 is given from 0." if count > 1 else "") + few
     )
 
 

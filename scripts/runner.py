@@ -156,8 +156,8 @@ RECIPES = {
             for rounding in ("floor", "ceil", "even")
         ),
         recipe("mxfp4+weight-scaling=2d", "all E2M1, weights in blocks of 32x32", "mxfp4-2d-weights"),
-        recipe("fp8-current", "E4M3, gradients E5M2, one scale a tensor"),
-        recipe("fp8-delayed", "E4M3, gradients E5M2, one scale a tensor, of earlier steps' amaxes"),
+        recipe("fp8-current", "E4M3, gradients E5M2, one scale per tensor"),
+        recipe("fp8-delayed", "E4M3, gradients E5M2, one scale per tensor, of earlier steps' amaxes"),
         recipe("fp8-blockwise", "all E4M3, scales by 1x128, weights' by 128x128"),
         recipe("fp8-blockwise-fp32", "all E4M3, scales by 1x128, weights' by 128x128, in FP32"),
         recipe("nvfp4", "all E2M1, E4M3 scales by 16"),
@@ -306,9 +306,9 @@ def experiment_parser(prog, usage, description, epilog):
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
     parser.add_argument("--list", action="store_true", help="show the recipes' names, and stop")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the first one (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the first seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, metavar="N",
-                        help="under which every recipe is trained; a seed sets initial weights and the order of the data, "
+                        help="how many seeds; a seed sets initial weights and the order of the data, "
                         "the same for all recipes (default: %(default)s)")
     parser.add_argument(
         "--against", default=BASELINE, metavar="NAME", help="what recipes are compared with (default: %(default)s)"
@@ -317,7 +317,8 @@ def experiment_parser(prog, usage, description, epilog):
                         help="runs that train at once; each has its part of the processor's cores, unless --threads follows "
                         "-- (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: runs of 20 steps or so")
-    parser.add_argument("--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s")
+    parser.add_argument("--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH",
+                        help="the program that trains (default: %(default)s)")
     return parser
 
 

@@ -75,7 +75,7 @@ static void check_paths(const PathCase *cases, int count, Scaling scaling) {
     }
 }
 
-// One scale a tensor: from Ada on, whatever the version of cuBLASLt, in steps of 16.
+// One scale per tensor: from Ada on, whatever the version of cuBLASLt, in steps of 16.
 static void test_paths_with_one_scale(void **state) {
     (void)state;
     static const PathCase CASES[] = {

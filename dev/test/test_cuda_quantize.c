@@ -91,8 +91,8 @@ static void release_all(void) {
 
 static Encoding encoding; // of all copies
 
-// Of copies with one scale a tensor, where it is delayed, and what was seen under it before; 0: it
-// isn't.
+// Of copies with one scale per tensor, where it is delayed, and what was seen under it before; 0:
+// it isn't.
 static float delayed_scale;
 static uint32_t seen_amax;
 

@@ -264,7 +264,7 @@ static void test_each_operation(void **state) {
     };
     check_lines("mxfp8 native", native, COUNT(native));
 
-    // One scale a tensor, in codes that FP8 GEMMs take, X and dY read twice; delayed, once.
+    // One scale per tensor, in codes that FP8 GEMMs take, X and dY read twice; delayed, once.
     // `quantize` makes weights' copies too, of 24 E from FP32.
     const char *const RECIPES[] = {"fp8-delayed", "fp8-current"};
     for (int passes = 1; passes <= 2; passes++) {

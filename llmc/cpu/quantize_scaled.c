@@ -384,7 +384,7 @@ MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, Blocks bl
 }
 
 // Fetches the place of the elements to the right of SIDE in a row. To fetch it for writing
-// (PREFETCHW) made both decoded copies of one scale a tensor take 1.3 to 1.5 times as long on an
+// (PREFETCHW) made both decoded copies of one scale per tensor take 1.3 to 1.5 times as long on an
 // Emerald Rapids.
 static inline void fetch_next(const uint8_t *row, size_t size) {
     for (size_t i = SIDE * size; i < 2 * SIDE * size; i += CACHE_LINE) {
@@ -598,7 +598,7 @@ static uint32_t find_amax(Source *in) {
     return source_amax(&read);
 }
 
-// Returns whether two copies have the same elements: of one scale a tensor, which has no axis.
+// Returns whether two copies have the same elements: of one scale per tensor, which has no axis.
 static bool are_alike(const QuantizedTensor *a, const QuantizedTensor *b, const TensorScale scales[2]) {
     return a && b && a->scaling == SCALING_TENSOR && b->scaling == SCALING_TENSOR && a->format == b->format &&
            a->form == b->form && encoding_is_plain(&a->encoding) && encoding_is_plain(&b->encoding) &&

@@ -1,7 +1,8 @@
 /*
 GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed,
-from Ada on FP8 ones with one scale a tensor, on Hopper those by blocks of 128; elsewhere, and where
-it can't take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
+from Ada on FP8 ones with one scale per tensor, on Hopper those by blocks of 128; elsewhere, and
+where it can't take a shape, they are decoded to BF16 first, which gives the same addends
+(dev/DESIGN.md).
 Blocks with FP32 scales aren't exact in BF16: their elements are decoded alone, and the product of
 each 128 along K is multiplied by both scales before it is added to the sum.
 */

@@ -206,8 +206,9 @@ void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes) {
     describe_scaling(device, SCALING_NVFP4, nvfp4, sizeof(nvfp4));
     describe_scaling(device, SCALING_TENSOR, tensor, sizeof(tensor));
     describe_scaling(device, SCALING_BLOCK128, blocks, sizeof(blocks));
-    snprintf(text, bytes,
-             "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, NVFP4 %s, FP8 with one scale a tensor %s, FP8 by blocks of 128 "
-             "%s",
-             device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, nvfp4, tensor, blocks);
+    snprintf(
+        text, bytes,
+        "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, NVFP4 %s, FP8 with one scale per tensor %s, FP8 by blocks of 128 "
+        "%s",
+        device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, nvfp4, tensor, blocks);
 }

@@ -17,7 +17,7 @@ int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols) {
 }
 
 // Parts have at least MIN_PART_ROWS rows, and there are at most MAX_PARTS of them, so that there
-// are several blocks to a multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial
+// are several blocks to a multiprocessor. Beside the tensors' 8 bytes per element in BF16, partial
 // sums move 16 a column and part: a quarter in the smallest parts, a sixteenth with 32768 rows.
 enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
 

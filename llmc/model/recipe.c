@@ -455,7 +455,7 @@ bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Er
     if (!check_transforms(recipe, named, effects, error)) return false;
     if (delayed_scales_are_idle(recipe, named, effects)) {
         const IdleOption idle = {"--amax-history, --amax-algorithm or --amax-margin", "what the recipe has"};
-        return has_no_effect(recipe, idle, "an operand with one scale a tensor", error);
+        return has_no_effect(recipe, idle, "an operand with one scale per tensor", error);
     }
     if (recipe->from_forward && !effects->is_from_forward) {
         return has_no_effect(recipe, idle_option("backward-source", "", "forward", "original"),

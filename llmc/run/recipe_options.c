@@ -54,7 +54,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
             "of fp8-delayed: how many past steps' amaxes (largest magnitudes) scales are made of; 0: 1024"),
         NAME("amax-algorithm", "WHICH", &s->amax_algorithm, AMAX_ALGORITHM_NAMES,
              "of fp8-delayed: the largest of these amaxes, or the last one; max if not given"),
-        INT("amax-margin", "N", &s->amax_margin, 0, 32, "these scales are 2^N smaller"),
+        INT("amax-margin", "N", &s->amax_margin, 0, 32, "fp8-delayed makes its scales 2^N smaller"),
         REPEATED(
             "operand-in", "LINEARS:OPERANDS=FORMAT", &s->filters,
             "some operands of some linear layers, such as 'h.0.*:wgrad-x=bf16'; they are h.BLOCK.qkv, projection, up, "

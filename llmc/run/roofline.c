@@ -119,10 +119,11 @@ static bool multiplies_fp8(const RooflineDevice *device) {
 static void describe(char *text, size_t bytes) {
     snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; %s", card->name,
              card->bf16_flops / 1e12, card->fp8_flops / 1e12, card->memory_bandwidth / 1e12,
-             multiplies_mx(card)    ? "MXFP8, NVFP4 and FP8 with one scale a tensor native"
-             : multiplies_fp8(card) ? "FP8 with one scale a tensor or a block of 128 native, MXFP8 and NVFP4 emulated "
-                                      "in BF16"
-                                    : "FP8, MXFP8 and NVFP4 emulated in BF16");
+             multiplies_mx(card) ? "MXFP8, NVFP4 and FP8 with one scale per tensor native"
+             : multiplies_fp8(card)
+                 ? "FP8 with one scale per tensor or a block of 128 native, MXFP8 and NVFP4 emulated "
+                   "in BF16"
+                 : "FP8, MXFP8 and NVFP4 emulated in BF16");
 }
 
 static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIES_BYTES; }
@@ -474,7 +475,7 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
         snprintf(native, sizeof(native), ", %.4g in FP8, %.4g in NVFP4", fp8, nvfp4);
     } else if (multiplies_fp8(device)) {
         double blocks = native_flops(device, SCALING_BLOCK128) / 1e12;
-        snprintf(native, sizeof(native), ", %.4g in FP8 with one scale a tensor, %.4g by blocks of 128", fp8, blocks);
+        snprintf(native, sizeof(native), ", %.4g in FP8 with one scale per tensor, %.4g by blocks of 128", fp8, blocks);
     }
     fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s in BF16%s; attention at %.4g, memory at %.4g GB/s\n",
             device->name, device->bf16_flops * device->gemm_efficiency / 1e12, native,

@@ -125,13 +125,13 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         CHOICE("schedule", "KIND", (int *)&s->schedule.kind, SCHEDULE_NAMES, "of the learning rate after warm-up"),
         INT("warmup-steps", "N", &s->schedule.warmup_steps, 0, many, "steps of linear warm-up"),
         FLOAT("warmup-fraction", "F", &s->warmup_fraction, 0, 1,
-              "of the steps: warm-up where --warmup-steps isn't given"),
+              "fraction of the run's steps that is warm-up, where --warmup-steps isn't given"),
         FLOAT("warmup-from", "LR", &s->schedule.warmup_from, 0, 1e38,
               "learning rate of warm-up's first step; 0: the peak over the steps of warm-up"),
         FLOAT("final-lr-fraction", "F", &s->schedule.final_lr_fraction, 0, 1,
               "of the peak, at the end of the schedule"),
         FLOAT("decay-fraction", "F", &s->schedule.decay_fraction, 0, 1,
-              "of the steps, the last ones: those of --schedule wsd's linear decay"),
+              "fraction of the run's steps, at its end, in which --schedule wsd decays linearly"),
         FLOAT("weight-decay", "X", &s->update.weight_decay, 0, 1e6, "decoupled, on matrices"),
         FLOAT("beta1", "X", &s->update.beta1, 0, 0.9999999, "decay of the first moment"),
         FLOAT("beta2", "X", &s->update.beta2, 0, 0.9999999, "decay of the second moment"),
@@ -155,7 +155,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("eval-every", "STEPS", &s->eval_every, 0, many,
             "between times that the questions are asked; 0: only at the end"),
         INT("sample-every", "STEPS", &s->sample_every, 0, many, "between samples of text; 0: none"),
-        INT("sample-tokens", "N", &s->sample_tokens, 1, 1 << 20, "tokens in a sample"),
+        INT("sample-tokens", "N", &s->sample_tokens, 1, 1 << 20, "tokens in a sample, at most"),
         STRING("prompt", "TEXT", &s->prompt, "that samples continue; nothing: a document's start"),
         FLOAT("temperature", "X", &s->temperature, 0, 100, "of samples; 0: the likeliest token"),
         INT("top-k", "K", &s->top_k, 0, MAX_VOCAB_SIZE, "sample among the K likeliest tokens; 0: all"),
@@ -198,8 +198,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "config", "FILE", &s->config,
             "a JSON file of options, {\"layers\": 6, ...}, or what a run wrote, a trainer_state.json or the first line of "
             "log.jsonl, whose options and model it takes; options on the command line win"),
-        STRING("generate", "DIR", &s->generate,
-               "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt"),
+        STRING(
+            "generate", "DIR", &s->generate,
+            "only sample text, --sample-tokens tokens at most, from a checkpoint (or a run's newest), after --prompt"),
         STRING(
             "score", "DIR", &s->score,
             "only say how likely a checkpoint (or a run's newest) finds the continuations in --requests; prints a "
@@ -221,7 +222,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
              "--dry-run alone, to plan for them"),
         CHOICE(
             "mx-gemm", "HOW", &s->mx_gemm, MX_GEMMS,
-            "how a GPU multiplies MXFP8 and NVFP4 operands, and FP8 ones with one scale a tensor or by blocks of 128: "
+            "how a GPU multiplies MXFP8 and NVFP4 operands, and FP8 ones with one scale per tensor or by blocks of 128: "
             "natively where it can, or decoded to BF16, as the CPU does"),
         FLAG("device-info", &s->device_info, "print what this machine has to train on, and stop"),
         FLAG("version", &s->version, "print the program's version and stop"),
