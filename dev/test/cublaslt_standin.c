@@ -189,6 +189,16 @@ static double factor(const void *data, Layout layout, bool l_is_row, const uint8
     return value * (double)mx_scale_value(scales[mx_swizzled_scale_offset(i, block, k)]);
 }
 
+// Returns a sum of products, in any order.
+static double sum_of(const double *a, const double *b, int64_t k) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t l = 0; l < k; l++) {
+        sum += a[l] * b[l];
+    }
+    return sum;
+}
+
 // Returns a sum of products where 13 bits of it are kept: an instruction cuts what it adds,
 // products and the sum, off below 2^-13 of the largest. The sums of blocks of 128 are added
 // without.
@@ -198,14 +208,18 @@ static double sum_of_13_bits(const double *a, const double *b, int64_t k, int64_
         if (by_blocks && first % 128 == 0) sum += of_block, of_block = 0;
         int64_t end = first + together < k ? first + together : k;
         double largest = fabs(of_block);
+#pragma omp simd reduction(max : largest)
         for (int64_t l = first; l < end; l++) {
-            largest = fmax(largest, fabs(a[l] * b[l]));
+            double magnitude = fabs(a[l] * b[l]);
+            largest = magnitude > largest ? magnitude : largest;
         }
-        double unit = ldexp(1, largest > 0 ? ilogb(largest) - 13 : 0);
-        of_block = trunc(of_block / unit) * unit;
+        double unit = ldexp(1, largest > 0 ? ilogb(largest) - 13 : 0), per_unit = 1 / unit; // a power of two
+        double units = trunc(of_block * per_unit);
+#pragma omp simd reduction(+ : units)
         for (int64_t l = first; l < end; l++) {
-            of_block += trunc(a[l] * b[l] / unit) * unit;
+            units += trunc(a[l] * b[l] * per_unit);
         }
+        of_block = units * unit;
     }
     return sum + of_block;
 }
@@ -259,13 +273,11 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
             row[l] = factor(a, la, o.transpose_a, a_scales, o.a_mode, i, l, m, k);
         }
         for (int64_t j = 0; j < n; j++) {
-            double sum = 0, first_half = 0;
-            for (int64_t l = 0; l < k && !is_coarse; l++) {
-                if (kernel->way == SPLITS && l == k / 2) first_half = (float)sum, sum = 0;
-                sum += row[l] * columns[j * k + l];
-            }
-            if (kernel->way == SPLITS) sum = (float)first_half + (float)sum;
-            if (is_coarse) sum = sum_of_13_bits(row, columns + j * k, k, together, by_blocks);
+            const double *column = columns + j * k;
+            double sum = kernel->way == SPLITS
+                             ? (float)sum_of(row, column, k / 2) + (float)sum_of(row + k / 2, column + k / 2, k - k / 2)
+                         : is_coarse ? sum_of_13_bits(row, column, k, together, by_blocks)
+                                     : sum_of(row, column, k);
             sum *= scale;
             double scales = scale * of_tensors;
             if (kernel->way == SCALES_LAST && scales != 1) sum = (float)(sum / scales) * scales;

@@ -124,7 +124,7 @@ def list_tests(build, jobs):
     tests += [(name, command + [str(p)], count_cmocka) for p in programs if p.name in RANKS
               for name, command in under_mpirun(p.name)]
     for p in sorted((ROOT / "dev/test").glob("test_*.py")):
-        command = ["env", threads, sys.executable, "-m", "pytest", "-q", "-rsP", "-p", "no:cacheprovider", str(p)]
+        command = ["env", threads, sys.executable, "-m", "pytest", "-q", "-rsP", "--durations=10", "-p", "no:cacheprovider", str(p)]
         tests.append((p.stem, command, count_pytest))
     return sorted(tests, key=lambda test: test[0] not in LONGEST)
 

@@ -29,8 +29,8 @@ typedef struct {
 GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options);
 
 // Returns true if such a device multiplies operands of a scaling natively: MXFP8, NVFP4, FP8 with
-// one scale per tensor, or FP8 by blocks of 128. Sets `why` to a clause that says why not, or what it
-// does with some operands first; to NULL if it takes all as they are.
+// one scale per tensor, or FP8 by blocks of 128. Sets `why` to a clause that says why not, or what
+// it does with some operands first; to NULL if it takes all as they are.
 bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why);
 
 // Returns true if devices that multiply operands of a scaling natively do so with these formats of

@@ -125,17 +125,20 @@ static ExactValue exact_value(const CheckShape *s, int64_t m, int64_t n, double 
                               CheckOperand b, GemmOptions options, bool keeps_13_bits) {
     const QuantizedTensor *q = &a.operand.quantized;
     int64_t together = q->format == FORMAT_E2M1 ? 64 : 32;
-    double sum = before + bias, added = sum, magnitude = fabs(before) + fabs(bias), of_instruction = 0, lost = 0;
-    for (int64_t k = 0; k < s->K; k++) {
-        double product = (double)a.values[options.transpose_a ? k * s->M + m : m * s->K + k] *
-                         (double)b.values[options.transpose_b ? n * s->K + k : k * s->N + n];
-        if (scaling_is_block128(q->scaling) && k % 128 == 0) added = sum;
-        if (k % together == 0) of_instruction = fabs(sum - added);
-        sum += product;
-        magnitude += fabs(product);
-        of_instruction += fabs(product);
-        bool is_last = (k + 1) % together == 0 || k + 1 == s->K;
-        if (is_last) lost += (double)(together + 1) * 0x1p-13 * of_instruction;
+    const float *x = a.values + (options.transpose_a ? m : m * s->K);
+    const float *w = b.values + (options.transpose_b ? n * s->K : n);
+    int64_t x_step = options.transpose_a ? s->M : 1, w_step = options.transpose_b ? 1 : s->N;
+    double sum = before + bias, added = sum, magnitude = fabs(before) + fabs(bias), lost = 0;
+    for (int64_t first = 0; first < s->K; first += together) {
+        if (scaling_is_block128(q->scaling) && first % 128 == 0) added = sum;
+        double until_now = fabs(sum - added), of_products = 0;
+        for (int64_t k = first; k < first + together && k < s->K; k++) {
+            double product = (double)x[k * x_step] * (double)w[k * w_step];
+            sum += product;
+            of_products += fabs(product);
+        }
+        magnitude += of_products;
+        lost += (double)(together + 1) * 0x1p-13 * (until_now + of_products);
     }
     double in_fp32 = (double)(s->K + 2) * 0x1p-23 * magnitude;
     return (ExactValue){sum, keeps_13_bits ? lost + in_fp32 : in_fp32};
