@@ -144,7 +144,7 @@ def compared(pair, runs, seeds, warmup_steps):
 
 
 def worst(c):
-    """Returns the place of the largest mean difference after warm-up."""
+    """Returns the place of the highest mean difference after warm-up, where a recipe is worst."""
     return int(np.argmax(np.where(c.after, c.along.mean, -np.inf)))
 
 
@@ -369,7 +369,7 @@ PAIR_HEAD = (
     "of perplexity, % [95 %]:",
     "scatter, nats:",
     "would be seen from, %:",
-    "largest mean after warm-up, %:",
+    "highest mean after warm-up, %:",
     "at tokens:",
     "in words",
 )
