@@ -197,6 +197,7 @@ static void check_state(const TrainerState *saved) {
     assert_int_equal(state.seed, saved->seed);
     assert_int_equal(state.data_fingerprint, saved->data_fingerprint);
     assert_int_equal(state.data_hash, saved->data_hash);
+    assert_int_equal(state.val_hash, saved->val_hash);
     assert_int_equal(state.log_position, saved->log_position);
     assert_int_equal(state.skipped, saved->skipped);
     assert_int_equal(state.nonfinite_in_a_row, saved->nonfinite_in_a_row);
@@ -224,6 +225,7 @@ static void test_state(void **state) {
                           .seed = 1337,
                           .data_fingerprint = ((int64_t)1 << 51) + 5,
                           .data_hash = ((int64_t)1 << 51) + 7,
+                          .val_hash = ((int64_t)1 << 50) + 5,
                           .log_position = 98765,
                           .skipped = 7,
                           .nonfinite_in_a_row = 3,
