@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 static void describe_data(char *text, size_t bytes, const Plan *p) {
-    uint64_t train_hash = 0, val_hash = p->has_val ? dataloader_hash(&p->val) : 0;
+    uint64_t train_hash = 0, val_hash = p->has_val ? (uint64_t)p->start.val_hash : 0;
     for (int i = 0; i < p->train.num_sources; i++) {
         train_hash = 31 * train_hash + dataloader_hash(&p->train.sources[i].loader);
     }

@@ -121,8 +121,7 @@ static void describe(char *text, size_t bytes) {
              card->bf16_flops / 1e12, card->fp8_flops / 1e12, card->memory_bandwidth / 1e12,
              multiplies_mx(card) ? "MXFP8, NVFP4 and FP8 with one scale per tensor native"
              : multiplies_fp8(card)
-                 ? "FP8 with one scale per tensor or a block of 128 native, MXFP8 and NVFP4 emulated "
-                   "in BF16"
+                 ? "FP8 with one scale per tensor or a block of 128 native, MXFP8 and NVFP4 emulated in BF16"
                  : "FP8, MXFP8 and NVFP4 emulated in BF16");
 }
 
