@@ -50,6 +50,10 @@ static double worst_ulp(float (*function)(float), double (*exact)(double), float
 
 static float exp_of(float x) { return vector_exp(x); }
 
+static float logistic2_of(float x) { return vector_logistic2(x); }
+
+static double logistic2(double x) { return 1 / (1 + exp2(-x)); }
+
 #ifdef __AVX512F__
 static float exp2_of(float x) { return _mm512_cvtss_f32(vector_exp2(_mm512_set1_ps(x))); }
 #endif
@@ -62,6 +66,10 @@ static void test_vector_math(void **state) {
     assert_true(vector_exp(0) == 1 && vector_exp(-0.0f) == 1);
     assert_true(vector_exp(-INFINITY) < 2e-38f && vector_exp(-INFINITY) > 0 && isfinite(vector_exp(1e30f)));
     assert_true(isnan(vector_exp(NAN)));
+    double logistic_error = worst_ulp(logistic2_of, logistic2, 126);
+    printf("    vector_logistic2 within %.2f ulp\n", logistic_error);
+    assert_true(logistic_error <= 2.5);
+    assert_true(vector_logistic2(0) == 0.5f && vector_logistic2(126) == 1);
 #ifdef __AVX512F__
     double exp2_error = worst_ulp(exp2_of, exp2, 126);
     printf("    vector_exp2 within %.2f ulp\n", exp2_error);
@@ -287,12 +295,14 @@ static double gelu(void *context, double x) {
     return x / (1 + exp(-2 * sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
 }
 
-// GELU is x g with g = 1 / (1 + exp(-z)). z is off by up to 4 U_FP32 of itself (a product and a sum
-// of two, scaled), exp by 2.4 U_FP32 more, of which g takes the part 1 - g; the sum and the
-// quotient add one each. Below exp's range g stays at 2^-127.
+// GELU is x g with g = 1 / (1 + exp(-z)). z is off by up to 4 U_FP32 of itself (a square, its
+// factor, a multiplication and addition, a product), exp by 2.4 U_FP32 more, of which g takes the
+// part 1 - g; the sum and the quotient add one each. From x = -10 on g stays at that x's, LEAST_GATE.
 typedef struct {
     double z, slope, g, relative;
 } Gate;
+
+static const double LEAST_GATE = 0x1.07p-126;
 
 static Gate gate_at(double x) {
     double factor = 2 * sqrt(2 / acos(-1)), z = factor * (x + 0.044715 * x * x * x), g = 1 / (1 + exp(-z));
@@ -302,14 +312,14 @@ static Gate gate_at(double x) {
 
 static double gelu_bound(double x) {
     Gate gate = gate_at(x);
-    return fabs(x) * (gate.g * (gate.relative + U_FP32) + 0x1p-126);
+    return fabs(x) * (gate.g * (gate.relative + U_FP32) + LEAST_GATE);
 }
 
 // Of g + x g (1 - g) slope: 1 - g is off by g's error and a rounding, the product of four by four
 // more.
 static double gelu_gradient_bound(double x) {
     Gate gate = gate_at(x);
-    double error = gate.g * gate.relative + 0x1p-126, rest = 1 / (1 + exp(gate.z));
+    double error = gate.g * gate.relative + LEAST_GATE, rest = 1 / (1 + exp(gate.z));
     double product = fabs(x) * gate.slope * (error * rest + (gate.g + error) * (error + U_FP32 * rest));
     return error + product + 6 * U_FP32 * (gate.g + fabs(x) * gate.g * rest * gate.slope);
 }

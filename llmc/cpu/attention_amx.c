@@ -129,8 +129,6 @@ static inline __mmask16 lanes_seen(Keys seen, int64_t key) {
     return _mm512_cmplt_epu32_mask(from_begin, _mm512_set1_epi32((int)(seen.end - seen.begin)));
 }
 
-static const float LOG2_E = 1.44269504f;
-
 // Returns the largest score that a query sees.
 static float largest(const float *scores, Keys seen) {
     __m512 most = _mm512_set1_ps(-INFINITY);

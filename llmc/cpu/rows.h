@@ -5,19 +5,23 @@ quantizer, which makes its input on the way (see Source in ../backend.h).
 #pragma once
 
 #include "llmc/backend.h"
-#include "vector_math.h" // vector_exp
+#include "vector_math.h"
 
 #include <math.h>
 
-MX_FUNCTION float gelu_gate(float x) { return 1.0f / (1.0f + vector_exp(-GELU_SCALE * (x + GELU_CUBIC * x * x * x))); }
+// Returns what GELU's gate is taken of: that of -10 is just over 2^-126, that of 10 is 1.
+MX_FUNCTION float gelu_clamp(float x) { return vector_clamp(x, -10.0f, 10.0f); }
 
-// vector_exp's range ends, so that the gate of a large negative x is 2^-127 rather than 0: beside
-// the gate such an x is held at where x times slope can't make anything of that.
+MX_FUNCTION float gelu_gate(float clamped) {
+    return vector_logistic2(clamped * (LOG2_E * GELU_SCALE + LOG2_E * GELU_SCALE * GELU_CUBIC * (clamped * clamped)));
+}
+
 MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        float gate = gelu_gate(x[i]), held = x[i] < -1e10f ? -1e10f : x[i] > 1e10f ? 1e10f : x[i];
-        float slope = GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * held * held);
-        dout[i] *= gate + held * gate * (1.0f - gate) * slope;
+        float clamped = gelu_clamp(x[i]), gate = gelu_gate(clamped);
+        float slope = GELU_SCALE + 3.0f * GELU_SCALE * GELU_CUBIC * (clamped * clamped);
+        float gradient = gate + clamped * gate * (1.0f - gate) * slope;
+        dout[i] *= x[i] != x[i] ? x[i] : gradient;
     }
 }
 
@@ -40,7 +44,7 @@ MX_FUNCTION float normal_gate(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-// Where x is so large that its density vanishes it is held, as above.
+// Where x is so large that its density vanishes it is held.
 MX_FUNCTION void row_gelu_exact_backward(float *dout, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         float held = x[i] < -1e10f ? -1e10f : x[i] > 1e10f ? 1e10f : x[i];
@@ -48,7 +52,7 @@ MX_FUNCTION void row_gelu_exact_backward(float *dout, const float *x, int64_t co
     }
 }
 
-// x times the logistic function.
+// Returns the logistic function of x.
 MX_FUNCTION float silu_gate(float x) { return 1.0f / (1.0f + vector_exp(-x)); }
 
 // `up`: the second factors of SwiGLU; else NULL.
@@ -56,7 +60,7 @@ MX_FUNCTION void row_activation(float *x, const float *up, int64_t count, Activa
     switch (activation) {
     case ACTIVATION_GELU:
         for (int64_t i = 0; i < count; i++) {
-            x[i] *= gelu_gate(x[i]);
+            x[i] *= gelu_gate(gelu_clamp(x[i]));
         }
         break;
     case ACTIVATION_GELU_EXACT:
