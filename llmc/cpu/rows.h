@@ -52,8 +52,8 @@ MX_FUNCTION void row_gelu_exact_backward(float *dout, const float *x, int64_t co
     }
 }
 
-// Returns the logistic function of x.
-MX_FUNCTION float silu_gate(float x) { return 1.0f / (1.0f + vector_exp(-x)); }
+// Returns the logistic function of x; of NaN a number.
+MX_FUNCTION float silu_gate(float x) { return 1.0f / (1.0f + vector_exp_within(vector_clamp(-x, -87.3f, 88.3f))); }
 
 // `up`: the second factors of SwiGLU; else NULL.
 MX_FUNCTION void row_activation(float *x, const float *up, int64_t count, Activation activation) {
