@@ -135,5 +135,3 @@ void comm_scale(CommRange *ranges, int size, int64_t per_unit);
 // Cuts `count` elements into a range for each rank, as equal as multiples of `multiple` allow.
 // ranges (size).
 void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple);
-// Returns the length of the first of these ranges, which is the longest.
-int64_t comm_part(int size, int64_t count, int64_t multiple);

@@ -65,11 +65,6 @@ void comm_scale(CommRange *ranges, int size, int64_t per_unit) {
     }
 }
 
-int64_t comm_part(int size, int64_t count, int64_t multiple) {
-    int64_t units = (count + multiple - 1) / multiple;
-    return min_int64(count, (units + size - 1) / size * multiple);
-}
-
 void *comm_gather(Comm *comm, const void *data, int64_t bytes) {
     char *all = allocate((size_t)(comm->size * bytes));
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
