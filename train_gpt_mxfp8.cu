@@ -295,9 +295,8 @@ static void log_not_finite(Run *run) {
         at = not_finite_find(&run->model, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
     }
     JsonWriter *w = logger_begin_event(&run->logger, "not_finite", run->state.step);
-    const char *linear = at.linear < LINEARS_PER_BLOCK ? LINEAR_NAMES[at.linear] : "lm_head";
     if (at.found) json_write_int64(w, "layer", at.layer);
-    json_write_string(w, "linear", at.found ? linear : NULL);
+    json_write_string(w, "linear", at.found ? LINEAR_NAMES[at.linear] : NULL);
     json_write_string(w, "gemm", at.found ? GEMM_NAMES[at.gemm] : NULL);
     if (at.found && p->comm->size > 1) json_write_int64(w, "rank", at.rank);
     logger_end_event(&run->logger);
@@ -305,7 +304,7 @@ static void log_not_finite(Run *run) {
         logger_message(&run->logger, "step %ld: every GEMM's output is finite; a sum or a norm isn't", run->state.step);
     } else {
         logger_message(&run->logger, "step %ld: the first output that isn't finite is that of layer %ld, %s, %s",
-                       run->state.step, at.layer, linear, GEMM_NAMES[at.gemm]);
+                       run->state.step, at.layer, LINEAR_NAMES[at.linear], GEMM_NAMES[at.gemm]);
     }
 }
 

@@ -29,10 +29,19 @@ const char *const ACTIVATION_TITLES[] = {"GELU", "ReLU", "squared ReLU", "exact 
 const char *const ACTIVATION_NAMES_IN_GPT2[] = {"gelu_new", "relu", "relu2", "gelu", NULL};
 const char *const NORM_NAMES[] = {"layernorm", "rmsnorm", NULL};
 const char *const POSITION_NAMES[] = {"learned", "rope", NULL};
-const char *const LINEAR_NAMES[] = {"qkv", "projection", "up", "down"};
+const char *const LINEAR_NAMES[] = {"qkv", "projection", "up", "down", "lm_head"};
 _Static_assert(COUNT(ACTIVATION_NAMES) == NUM_ACTIVATIONS + 1 && COUNT(ACTIVATION_TITLES) == NUM_ACTIVATIONS &&
                    COUNT(ACTIVATION_NAMES_IN_GPT2) == NUM_ACTIVATIONS,
                "a new activation needs its three names");
+
+LinearName gpt_linear_name(const GPTConfig *c, int64_t number) {
+    int64_t layer = number / LINEARS_PER_BLOCK;
+    LinearName name = {"lm_head"};
+    if (layer < c->layers) {
+        snprintf(name.text, sizeof(name.text), "h.%ld.%s", layer, LINEAR_NAMES[number % LINEARS_PER_BLOCK]);
+    }
+    return name;
+}
 
 bool gpt_is_gpt2(const GPTConfig *c) {
     return gpt_kv_heads(c) == c->heads && ACTIVATION_NAMES_IN_GPT2[c->activation] && c->norm == NORM_LAYERNORM &&

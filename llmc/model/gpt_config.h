@@ -35,8 +35,8 @@ enum {
     MAX_VOCAB_SIZE = 1 << 24
 };
 
-// A block's linear layers, in order.
-enum { LINEAR_QKV, LINEAR_PROJECTION, LINEAR_UP, LINEAR_DOWN, LINEARS_PER_BLOCK };
+// A block's linear layers, in order, and the LM head.
+enum { LINEAR_QKV, LINEAR_PROJECTION, LINEAR_UP, LINEAR_DOWN, LINEARS_PER_BLOCK, LINEAR_HEAD = LINEARS_PER_BLOCK };
 
 // Returns false, with the sentence that the configuration is refused with.
 bool gpt_config_check(const GPTConfig *config, Error *error);
@@ -60,7 +60,14 @@ extern const char
     *const ACTIVATION_NAMES_IN_GPT2[];     // "gelu_new", as transformers has it; from the first it hasn't on NULL
 extern const char *const NORM_NAMES[];     // "layernorm"
 extern const char *const POSITION_NAMES[]; // "learned"
-extern const char *const LINEAR_NAMES[];   // "qkv"
+extern const char *const LINEAR_NAMES[];   // "qkv"; the last is "lm_head"
+
+// Returns the name of a linear layer for a recipe's filters and in files of amaxes, whatever its
+// weight is called: "h.0.qkv", "lm_head". Its number is gpt_linear_at's.
+typedef struct {
+    char text[48];
+} LinearName;
+LinearName gpt_linear_name(const GPTConfig *config, int64_t number);
 
 // Writes what sets the model apart from a GPT-2, as a list: "rotary positions (theta 10000),
 // RMSNorm, ..."; "" where nothing does.

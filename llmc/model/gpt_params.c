@@ -108,34 +108,22 @@ static Norm add_block_norm(GPT *m, int64_t layer, const char *name, int64_t cols
     return add_norm(m, name_in_block(m, layer, name).text, layer, cols, &recipe);
 }
 
-static const char LM_HEAD[] = "lm_head";
-
-// Writes the name that a recipe's filters know a block's linear layer by, whatever it is called in
-// files.
-static Name filter_name(int64_t layer, int which) {
-    Name name;
-    snprintf(name.text, sizeof(name.text), "h.%ld.%s", layer, LINEAR_NAMES[which]);
-    return name;
-}
-
-static bool filter_matches_any(const RecipeFilter *filter, int64_t layers) {
-    for (int64_t i = 0; i < layers * LINEARS_PER_BLOCK; i++) {
-        if (recipe_filter_matches(filter, filter_name(i / LINEARS_PER_BLOCK, i % LINEARS_PER_BLOCK).text)) return true;
+static bool filter_matches_any(const RecipeFilter *filter, const GPTConfig *c) {
+    for (int64_t i = 0; i < gpt_num_linears(c); i++) {
+        if (recipe_filter_matches(filter, gpt_linear_name(c, i).text)) return true;
     }
-    return recipe_filter_matches(filter, LM_HEAD);
+    return false;
 }
 
 // Returns the recipe of a linear layer by its number, as gpt_linear_at.
-static Recipe recipe_of_linear(const Recipe *recipe, int64_t layers, int64_t number) {
-    int64_t layer = number / LINEARS_PER_BLOCK;
-    Name name = filter_name(layer, number % LINEARS_PER_BLOCK);
-    return recipe_for_linear(recipe, layer, layers, layer == layers ? LM_HEAD : name.text);
+static Recipe recipe_of_linear(const Recipe *recipe, const GPTConfig *c, int64_t number) {
+    return recipe_for_linear(recipe, number / LINEARS_PER_BLOCK, c->layers, gpt_linear_name(c, number).text);
 }
 
 RecipeEffects gpt_recipe_effects(const GPTConfig *config, const Recipe *recipe) {
     RecipeEffects effects = {0};
-    for (int64_t i = 0; i <= config->layers * LINEARS_PER_BLOCK; i++) {
-        Recipe of_linear = recipe_of_linear(recipe, config->layers, i);
+    for (int64_t i = 0; i < gpt_num_linears(config); i++) {
+        Recipe of_linear = recipe_of_linear(recipe, config, i);
         recipe_add_effects(&effects, &of_linear);
     }
     return effects;
@@ -150,15 +138,15 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
             recipe->bf16_first_layers, recipe->bf16_last_layers, L);
     }
     for (int i = 0; i < recipe->num_filters; i++) {
-        if (filter_matches_any(&recipe->filters[i], L)) continue;
+        if (filter_matches_any(&recipe->filters[i], config)) continue;
         return error_set(
             error,
             "--operand-in %s matches no linear layer: they are h.0.qkv, h.0.projection, h.0.up, h.0.down, and so "
             "on to h.%ld.down, and lm_head",
             recipe->filters[i].linears, L - 1);
     }
-    for (int64_t i = 0; i <= L * LINEARS_PER_BLOCK; i++) {
-        Recipe of_linear = recipe_of_linear(recipe, L, i);
+    for (int64_t i = 0; i < gpt_num_linears(config); i++) {
+        Recipe of_linear = recipe_of_linear(recipe, config, i);
         if (!recipe_check(&of_linear, error)) return false;
     }
     RecipeEffects effects = gpt_recipe_effects(config, recipe);
@@ -167,27 +155,24 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
 
 bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
                      int64_t head_rows, bool training, Error *error) {
-    int64_t L = config->layers;
-    for (int64_t i = 0; i < L * LINEARS_PER_BLOCK; i++) {
-        int which = (int)(i % LINEARS_PER_BLOCK);
-        Name name = filter_name(i / LINEARS_PER_BLOCK, which);
-        Recipe of_linear = recipe_of_linear(recipe, L, i);
-        LinearShape shape = gpt_linear_shape(config, which);
-        if (!linear_check_gemms(&of_linear, name.text, backend, rows, shape.N, shape.K, of_linear.activation_dtype,
-                                training, error)) {
+    const LinearShape head = {round_up_int64(config->vocab_size, backend->vocab_multiple), config->channels};
+    for (int64_t i = 0; i < gpt_num_linears(config); i++) {
+        bool is_head = i == config->layers * LINEARS_PER_BLOCK;
+        LinearShape shape = is_head ? head : gpt_linear_shape(config, (int)(i % LINEARS_PER_BLOCK));
+        Recipe of_linear = recipe_of_linear(recipe, config, i);
+        Format out = is_head ? FORMAT_FP32 : of_linear.activation_dtype;
+        if (!linear_check_gemms(&of_linear, gpt_linear_name(config, i).text, backend, is_head ? head_rows : rows,
+                                shape.N, shape.K, out, training, error)) {
             return false;
         }
     }
-    Recipe of_head = recipe_of_linear(recipe, L, L * LINEARS_PER_BLOCK);
-    int64_t vocabulary = round_up_int64(config->vocab_size, backend->vocab_multiple);
-    return linear_check_gemms(&of_head, LM_HEAD, backend, head_rows, vocabulary, config->channels, FORMAT_FP32,
-                              training, error);
+    return true;
 }
 
 static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
     const Names *names = names_of(&m->config);
     LinearShape shape = gpt_linear_shape(&m->config, which);
-    Linear linear = {.recipe = recipe_for_linear(&m->recipe, layer, m->config.layers, filter_name(layer, which).text),
+    Linear linear = {.recipe = recipe_of_linear(&m->recipe, &m->config, layer * LINEARS_PER_BLOCK + which),
                      .keeps_values = m->params.sharding.keeps_values};
     Name name = name_in_block(m, layer, names->linears[which]);
     Param *weight = add_matrix(m, name.text, layer, shape.N, shape.K, stddev);
@@ -261,7 +246,7 @@ void gpt_declare_params(GPT *m) {
     }
     m->final_norm = add_norm(m, names->final_norm, none, C, &m->recipe);
     Param *head = c->untied_head ? add_matrix(m, "lm_head", none, c->vocab_size, C, stddev) : m->wte;
-    m->head = (Linear){.recipe = recipe_for_linear(&m->recipe, L, L, LM_HEAD), .weight = head};
+    m->head = (Linear){.recipe = recipe_of_linear(&m->recipe, c, L * LINEARS_PER_BLOCK), .weight = head};
     linear_declare_weight(head, &m->head.recipe);
     // Masters aren't padded, and so isn't what a GEMM takes of them.
     bool is_padded = m->backend && !head->needs_fp32;

@@ -34,7 +34,7 @@ static int linear_of(int64_t layer, Tensor d, Operand b, bool is_wgrad) {
     while (layer >= 0 && linear < LINEARS_PER_BLOCK && !is_of(gpt_linear(model_of, layer, linear), d, b, is_wgrad)) {
         linear++;
     }
-    return layer >= 0 ? linear : LINEARS_PER_BLOCK;
+    return layer >= 0 ? linear : LINEAR_HEAD;
 }
 
 static void gemm(Tensor d, Operand a, Operand b, GemmOptions options) {

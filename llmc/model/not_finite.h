@@ -10,7 +10,7 @@ typedef struct {
     bool found;
     int64_t before; // GEMMs before it in its micro-batch
     int64_t layer;  // config.layers: the LM head
-    int linear;     // LINEAR_QKV and the like; LINEARS_PER_BLOCK: the LM head
+    int linear;     // LINEAR_QKV and the like
     Gemm gemm;
     int rank; // whose batch it was
 } NotFinite;

@@ -249,9 +249,7 @@ static const char AMAXES[] = "amax_history.safetensors", OF_STEPS[] = ".amax_his
 
 // Returns the name of a linear layer's tensor, to be freed.
 static char *amax_name(const GPT *m, int64_t linear, const char *suffix) {
-    int64_t layer = linear / LINEARS_PER_BLOCK;
-    if (layer == m->config.layers) return format_string("lm_head%s", suffix);
-    return format_string("h.%ld.%s%s", layer, LINEAR_NAMES[linear % LINEARS_PER_BLOCK], suffix);
+    return format_string("%s%s", gpt_linear_name(&m->config, linear).text, suffix);
 }
 
 static void add_amaxes(SafetensorsWriter *writer, const GPT *m, int64_t linear) {

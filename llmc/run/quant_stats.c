@@ -193,7 +193,7 @@ void quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step
     for (int64_t l = 0; l <= layers; l++) {
         for (int i = 0; i < (l < layers ? LINEARS_PER_BLOCK : 1); i++) {
             bool is_head = l == layers;
-            QuantEvent event = {.step = step, .layer = l, .linear = is_head ? "lm_head" : LINEAR_NAMES[i]};
+            QuantEvent event = {.step = step, .layer = l, .linear = LINEAR_NAMES[is_head ? LINEAR_HEAD : i]};
             const Linear *linear = is_head ? &model->head : gpt_linear(model, l, i);
             log_linear(linear, event, &worst, logger);
         }
