@@ -9,6 +9,7 @@ root. TEST_BACKEND=cuda compares a GPU with PyTorch's values, and no more.
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
+#include "dev/test/by_name.h"
 #include "llmc/model/gpt.h"
 #include "llmc/model/optimizer.h"
 #include "llmc/base/random.h"
@@ -83,13 +84,6 @@ static bool all_finite(const float *values, int64_t count) {
 }
 
 // Models
-
-static Recipe recipe_of(const char *name) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
-    return recipe;
-}
 
 static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 96, .max_seq_len = 50, .vocab_size = 131};
 
@@ -681,8 +675,7 @@ static void test_one_token(void **state) {
     float one[131], first[131];
     free(gradients_of(&model, batch.tokens, batch.targets, 1, 1, &loss));
     assert_true(isfinite(loss));
-    const Param *qkv = param_list_find(&model.params, "transformer.h.0.attn.c_attn.weight");
-    assert_non_null(qkv);
+    const Param *qkv = param_of(&model.params, "transformer.h.0.attn.c_attn.weight");
     // With p = 1, p (dp - p dp) is nothing but the rounding of p, one or two roundoffs of what
     // values get.
     report("T = 1: gradients of queries and keys against values'", largest(qkv->gradient, 2 * C * C),
@@ -1332,8 +1325,8 @@ static void test_quantized_norm_gains(void **state) {
         gradients[i] = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &losses[i]);
         bytes = gradient_bytes(&model);
         if (i == 0) {
-            const Param *p = param_list_find(&model.params, "model.norm.weight");
-            assert_true(p && p->master[1] == gain_at(1)); // the master itself isn't rounded
+            // The master itself isn't rounded.
+            assert_true(param_of(&model.params, "model.norm.weight")->master[1] == gain_at(1));
         }
         gpt_free(&model);
     }

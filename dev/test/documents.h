@@ -5,6 +5,7 @@ its own: losses and gradients are the same, but for the order of sums. For a bac
 #pragma once
 
 #include "check.h"
+#include "by_name.h"
 #include "llmc/model/gpt.h"
 
 enum { DOCUMENT_TOKENS = 2 * 150, END_OF_TEXT = 7 };
@@ -33,10 +34,8 @@ static inline DocumentResult take_document_result(GPT *m) {
 }
 
 static inline GPT make_document_model(const Backend *backend, GPTConfig config, const char *recipe_name) {
-    Recipe recipe;
-    Error error;
+    Recipe recipe = recipe_of(recipe_name);
     GPT model;
-    assert_true(recipe_named(&recipe, recipe_name, &error));
     gpt_create(&model, config, &recipe, backend, 2, DOCUMENT_TOKENS / 2, true, NULL);
     gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
@@ -56,7 +55,7 @@ static inline void fill_document_tokens(int32_t *tokens, int32_t *targets, int64
 }
 
 // |a - b| / |b|, as vectors.
-static inline double document_distance(const float *a, const float *b, int64_t count) {
+static inline double vector_distance(const float *a, const float *b, int64_t count) {
     double difference = 0, size = 0;
     for (int64_t i = 0; i < count; i++) {
         difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
@@ -84,12 +83,12 @@ static inline void check_documents(const Backend *backend, GPTConfig config, con
     gpt_loss_and_gradients(&unmasked, tokens, targets, 2, DOCUMENT_TOKENS / 2, 1);
     DocumentResult a = take_document_result(&packed), b = take_document_result(&apart),
                    other = take_document_result(&unmasked);
-    double of_loss = fabs(a.loss / loss - 1), of_gradients = document_distance(a.gradients, b.gradients, a.count);
+    double of_loss = fabs(a.loss / loss - 1), of_gradients = vector_distance(a.gradients, b.gradients, a.count);
     printf("    %s: packed against apart: loss %.1e, gradients %.1e, bound %.1e, margin %.1f; unmasked: %.1e\n", recipe,
            of_loss, of_gradients, bound, bound / fmax(of_loss, of_gradients),
-           document_distance(other.gradients, b.gradients, a.count));
+           vector_distance(other.gradients, b.gradients, a.count));
     assert_true(of_loss <= bound && of_gradients <= bound);
-    assert_true(document_distance(other.gradients, b.gradients, a.count) > 10 * bound);
+    assert_true(vector_distance(other.gradients, b.gradients, a.count) > 10 * bound);
     assert_true(fabs(gpt_loss(&packed, tokens, targets, 2, DOCUMENT_TOKENS / 2) / a.loss - 1) <= bound);
     gpt_free(&apart);
     gpt_free(&packed);

@@ -4,13 +4,13 @@ Delayed scaling: scales after each step against NumPy's of Transformer Engine's 
 small that a scale would overflow; and what is forgotten between steps.
 */
 #include "check.h"
+#include "by_name.h"
 #include "fixtures/delayed_scales.h"
 #include "llmc/model/amax_history.h"
 
 static Recipe delayed_recipe(int64_t length, const char *algorithm, int64_t margin, Format format) {
-    Recipe recipe;
+    Recipe recipe = recipe_of("fp8-delayed");
     Error error;
-    assert_true(recipe_named(&recipe, "fp8-delayed", &error));
     assert_true(recipe_set_delayed(&recipe, length, algorithm, margin, &error));
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
         recipe.format[i] = format;
@@ -101,12 +101,11 @@ static void test_a_step_begins(void **state) {
 // Layers that quantize nothing so have no scales.
 static void test_other_recipes(void **state) {
     (void)state;
-    Recipe recipe = delayed_recipe(2, "max", 0, FORMAT_BF16), current;
+    Recipe recipe = delayed_recipe(2, "max", 0, FORMAT_BF16), current = recipe_of("fp8-current");
     Error error;
     DelayedScales scales;
     AmaxHistory history = make_history(&scales, &recipe);
     assert_true(scales.scales && !history.steps && !history.scales[FPROP_X].scale);
-    assert_true(recipe_named(&current, "fp8-current", &error));
     history = make_history(&scales, &current);
     assert_true(!scales.scales && !history.steps && !history.scales[FPROP_X].scale);
     assert_false(recipe_set_delayed(&current, 0, NULL, 1, &error));

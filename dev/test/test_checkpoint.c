@@ -10,6 +10,7 @@ in test_trainer.py and test_faults.py.
 #include <cmocka.h>
 #include "llmc/files/safetensors.h"
 #include "llmc/run/checkpoint.h"
+#include "by_name.h"
 #include "files.h"
 #include <math.h>
 #include <stdlib.h>
@@ -46,9 +47,7 @@ static float value_at(int param, int kind, int64_t index) {
 
 static GPT make_model(const GPTConfig *config) {
     GPT model;
-    Recipe recipe;
-    Error error;
-    assert_true(recipe_named(&recipe, "mxfp8", &error));
+    Recipe recipe = recipe_of("mxfp8");
     gpt_create(&model, *config, &recipe, backend_cpu(), 1, 8, true, NULL);
     return model;
 }
@@ -113,8 +112,7 @@ static void check_model(const GPTConfig *config, const char *norm) {
     check_values(&other);
     check_values(&model); // saving changes nothing
 
-    const Param *p = param_list_find(&model.params, norm);
-    assert_non_null(p);
+    const Param *p = param_of(&model.params, norm);
     int index = (int)(p - model.params.params);
     char *first = format_string("%s.exp_avg", norm), *second = format_string("%s.exp_avg_sq", norm);
     check_in_file(path, "model.safetensors", norm, p, index, MASTER);

@@ -44,13 +44,6 @@ static const GPTConfig RELU = {.layers = 1,
 
 static const Backend *cuda;
 
-static Recipe recipe_of(const char *name) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
-    return recipe;
-}
-
 static const OptimizerOptions OPTIONS = {.learning_rate = 1e-2,
                                          .beta1 = 0.9,
                                          .beta2 = 0.95,
@@ -135,16 +128,6 @@ static void check_same_result(const Result *a, const Result *b) {
     assert_memory_equal(a->masters, b->masters, (size_t)a->count * sizeof(float));
 }
 
-// |a - b| / |b|, as vectors.
-static double distance(const float *a, const float *b, int64_t count) {
-    double difference = 0, size = 0;
-    for (int64_t i = 0; i < count; i++) {
-        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
-        size += (double)b[i] * b[i];
-    }
-    return sqrt(difference / size);
-}
-
 static void check_distance(const char *recipe, const char *what, double distance, double bound) {
     print_message("%-16s %-12s distance %.2e  bound %.2e  margin %.1f\n", recipe, what, distance, bound,
                   bound / distance);
@@ -210,7 +193,7 @@ static void compare_within(const Recipe *recipe, GPTConfig config, bool muon, do
            expected = train_a_step(backend_cpu(), recipe, config, sharding);
     double bound = bound_of(recipe);
     check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound_of_loss(bound));
-    check_distance(name, "gradients", distance(ours.gradients, expected.gradients, ours.count), of_gradients);
+    check_distance(name, "gradients", vector_distance(ours.gradients, expected.gradients, ours.count), of_gradients);
     check_distance(name, "next loss", fabs(ours.next_loss / expected.next_loss - 1), 4 * bound);
     check_same_result(&ours, &again);
     free_result(&ours);
@@ -386,7 +369,7 @@ static bool compare_delayed_step(GPT *ours, GPT *expected, int step, double usua
     double loss = begin_delayed_step(ours, step), expected_loss = begin_delayed_step(expected, step);
     float *amaxes[] = {copy_amaxes(ours, false), copy_amaxes(expected, false)};
     float *gradients[] = {copy_parameters(ours, true), copy_parameters(expected, true)};
-    double apart = step == NOT_FINITE ? 0 : distance(gradients[0], gradients[1], count);
+    double apart = step == NOT_FINITE ? 0 : vector_distance(gradients[0], gradients[1], count);
     double bound = apart > usual ? most : usual;
     check_distance("fp8-delayed", "loss", fabs(loss / expected_loss - 1), bound_of_loss(bound));
     if (step != NOT_FINITE) check_distance("fp8-delayed", "gradients", apart, bound);

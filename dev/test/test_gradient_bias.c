@@ -4,6 +4,7 @@ sums; and that the exact model sees the other's masters, whatever becomes of the
 nothing.
 */
 #include "check.h"
+#include "by_name.h"
 
 #include "llmc/model/gpt.h"
 #include "llmc/model/gradient_bias.h"
@@ -149,9 +150,7 @@ static void test_masters_are_shared(void **state) {
 static void test_memory(void **state) {
     (void)state;
     size_t by_kind[NUM_MEMORY_KINDS], whole = 0;
-    Recipe recipe;
-    Error error;
-    assert_true(recipe_named(&recipe, "fp32", &error));
+    Recipe recipe = recipe_of("fp32");
     gpt_memory(by_kind, CONFIG, &recipe, backend_cpu(), B, T, true, NULL);
     for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
         whole += by_kind[kind];

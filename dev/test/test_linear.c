@@ -6,6 +6,7 @@ accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one ro
 result.
 */
 #include "check.h"
+#include "by_name.h"
 #include "rounding_reference.h"
 #include "llmc/base/random.h"
 #include "llmc/model/linear.h"
@@ -551,17 +552,10 @@ static void check_recipe(const Recipe *recipe, const char *name) {
     }
 }
 
-static Recipe named(const char *name) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
-    return recipe;
-}
-
 static void test_named_recipes(void **state) {
     (void)state;
     for (const char *const *name = recipe_names(); *name; name++) {
-        Recipe recipe = named(*name);
+        Recipe recipe = recipe_of(*name);
         check_recipe(&recipe, *name);
     }
 }
@@ -571,7 +565,7 @@ static void test_square_weights(void **state) {
     (void)state;
     char label[96];
     for (const char *const *name = recipe_names(); *name; name++) {
-        Recipe recipe = named(*name);
+        Recipe recipe = recipe_of(*name);
         Error error;
         recipe.square_weights = true;
         bool two_scalings = recipe.scaling[FPROP_W] != recipe.scaling[DGRAD_W];
@@ -583,7 +577,7 @@ static void test_square_weights(void **state) {
     static const char *const CASES[][2] = {
         {"mxfp8", "fprop-w=bf16"}, {"mxfp8", "dgrad-w=bf16"}, {"mxfp8", "dgrad-w=fp32"}, {"bf16", "fprop-w=e2m1"}};
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        Recipe recipe = named(CASES[i][0]);
+        Recipe recipe = recipe_of(CASES[i][0]);
         Error error;
         recipe.square_weights = true;
         recipe.rounding[ROLE_WEIGHTS] = (ScaleRounding)i;
@@ -596,7 +590,7 @@ static void test_square_weights(void **state) {
 // One copy can't have two formats.
 static void test_square_weights_refused(void **state) {
     (void)state;
-    Recipe recipe = named("mxfp8");
+    Recipe recipe = recipe_of("mxfp8");
     Error error;
     assert_true(recipe_set_operand(&recipe, "dgrad-w=e5m2", &error));
     assert_true(recipe_check(&recipe, &error));
@@ -612,7 +606,7 @@ static void test_square_weights_take_half(void **state) {
     enum { N = 1024, K = 768 };
     size_t bytes[2];
     for (int square = 0; square < 2; square++) {
-        Layer l = {.rows = 32, .K = K, .N = N, .recipe = named("mxfp8")};
+        Layer l = {.rows = 32, .K = K, .N = N, .recipe = recipe_of("mxfp8")};
         l.recipe.square_weights = square;
         make_layer(&l, true);
         bytes[square] = l.plan.by_kind[MEMORY_QUANTIZED];
@@ -635,7 +629,7 @@ static void test_adjusted_operands(void **state) {
         {"fp32", "wgrad-x=e4m3"},   {"mxfp4", "fprop-x=e2m3"},
     };
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        Recipe recipe = named(CASES[i][0]);
+        Recipe recipe = recipe_of(CASES[i][0]);
         char name[96];
         snprintf(name, sizeof(name), "%s %s %s", CASES[i][0], CASES[i][1], CASES[i][2] ? CASES[i][2] : "");
         for (int j = 1; j < 3 && CASES[i][j]; j++) {
@@ -662,7 +656,7 @@ static void test_adjusted_roles(void **state) {
         {"fp8-current", {"e4m3", "e4m3", "e4m3"}, {SCALE_RCEIL, SCALE_RCEIL, SCALE_RCEIL}},
     };
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        Recipe recipe = named(CASES[i].base);
+        Recipe recipe = recipe_of(CASES[i].base);
         for (int role = 0; role < NUM_ROLES; role++) {
             Error error;
             if (!recipe_set_role_format(&recipe, (Role)role, CASES[i].formats[role], &error)) {
@@ -713,7 +707,7 @@ static void test_transforms(void **state) {
         {"fp32", "fprop-x=e4m3", {0, 0, 0}, 16, true, false},
     };
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        Recipe recipe = named(CASES[i].base);
+        Recipe recipe = recipe_of(CASES[i].base);
         Error error;
         char name[160];
         const char *adjustment = CASES[i].adjustment;
@@ -734,7 +728,7 @@ static void test_transforms(void **state) {
 // Signs are Philox's of the seed, the updates, the parameter and the GEMM; fixed ones stay.
 static void test_signs(void **state) {
     (void)state;
-    Layer l = {.rows = 32, .K = 32, .N = 64, .recipe = named("mxfp4")};
+    Layer l = {.rows = 32, .K = 32, .N = 64, .recipe = recipe_of("mxfp4")};
     memcpy(l.recipe.transform, (Transform[]){TRANSFORM_RANDOM, TRANSFORM_FIXED, TRANSFORM_RANDOM},
            sizeof(l.recipe.transform));
     make_layer(&l, true);
@@ -756,7 +750,7 @@ static void test_signs(void **state) {
 static void test_forward_alone(void **state) {
     (void)state;
     for (const char *const *name = recipe_names(); *name; name++) {
-        Layer l = {.rows = 33, .K = 96, .N = 65, .recipe = named(*name), .has_bias = true};
+        Layer l = {.rows = 33, .K = 96, .N = 65, .recipe = recipe_of(*name), .has_bias = true};
         make_layer(&l, false);
         assert_int_equal(l.plan.by_kind[MEMORY_KEPT] + l.plan.by_kind[MEMORY_GRADIENTS], 0);
         Format dtype = l.recipe.activation_dtype;
@@ -782,7 +776,7 @@ static void test_element_roundings(void **state) {
     char label[96];
     for (size_t i = 0; i < sizeof(RECIPES) / sizeof(RECIPES[0]); i++) {
         for (int role = 0; role <= NUM_ROLES; role++) {
-            Recipe recipe = named(RECIPES[i]);
+            Recipe recipe = recipe_of(RECIPES[i]);
             if (role == NUM_ROLES) recipe.prescale = 0.75f;
             for (int r = 0; r < NUM_ROLES; r++) {
                 if (role == NUM_ROLES || r == role) recipe.element_rounding[r] = ROUND_STOCHASTIC;
@@ -881,7 +875,7 @@ static void run_step(Layer *l, Tensor x, Tensor dy, Tensor y, Tensor dx, int64_t
 static void test_means_of_products(void **state) {
     (void)state;
     for (int is_transformed = 0; is_transformed < 2; is_transformed++) {
-        Layer l = {.rows = MEAN_ROWS, .K = MEAN_K, .N = MEAN_N, .recipe = named("mxfp4-sr")};
+        Layer l = {.rows = MEAN_ROWS, .K = MEAN_K, .N = MEAN_N, .recipe = recipe_of("mxfp4-sr")};
         l.recipe.activation_dtype = FORMAT_FP32;
         l.dy_dtype = l.y_dtype = FORMAT_FP32;
         if (!is_transformed) memset(l.recipe.transform, 0, sizeof(l.recipe.transform));
@@ -922,7 +916,7 @@ static void test_rows_vary(void **state) {
     (void)state;
     enum { ROWS = 100, PART = 41, K = 96, N = 48 };
     for (const char *const *name = recipe_names(); *name; name++) {
-        Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = named(*name), .has_bias = true};
+        Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = recipe_of(*name), .has_bias = true};
         make_layer(&l, true);
         Format dtype = l.recipe.activation_dtype;
         Tensor x = random_tensor(dtype, ROWS, K, 1), dy = random_tensor(dtype, ROWS, N, 1);
@@ -953,7 +947,7 @@ static void test_made_operands(void **state) {
     enum { ROWS = 45, K = 96, N = 65 };
     int made = 0;
     for (const char *const *name = recipe_names(); *name; name++) {
-        Recipe recipe = named(*name);
+        Recipe recipe = recipe_of(*name);
         Format dtype = recipe.activation_dtype;
         Tensor x = random_tensor(dtype, ROWS, K, 1), dout = random_tensor(dtype, ROWS, N, 1);
         Tensor input = random_tensor(dtype, ROWS, N, 1), y[2], dx[2];
@@ -1022,7 +1016,7 @@ static void test_fast_sums(void **state) {
     spy.gemm = gemm_that_is_seen;
     for (const char *const *name = recipe_names(); *name; name++) {
         for (int training = 0; training < 2; training++) {
-            Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = named(*name), .has_bias = true};
+            Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = recipe_of(*name), .has_bias = true};
             make_layer(&l, training);
             Format dtype = l.recipe.activation_dtype;
             Tensor x = random_tensor(dtype, ROWS, K, 1), dy = random_tensor(dtype, ROWS, N, 1);

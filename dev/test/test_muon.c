@@ -9,6 +9,7 @@ be. PyTorch's, the reference, is 0.009 to 0.017 away, by the norm of what the st
 be 1.5 times as far as it.
 */
 #include "check.h"
+#include "by_name.h"
 #include "llmc/files/safetensors.h"
 #include "llmc/model/linear.h"
 #include "llmc/model/optimizer.h"
@@ -194,9 +195,7 @@ static void test_zero_gradient(void **state) {
 // The MX and BF16 copies are those of the new masters, byte for byte.
 static void test_copies(void **state) {
     (void)state;
-    Recipe recipe;
-    Error error;
-    assert_true(recipe_named(&recipe, "mxfp8", &error));
+    Recipe recipe = recipe_of("mxfp8");
     ParamList list = {.sharding = sharding_single()};
     list.sharding.muon = true;
     Param p = {.rows = 70, .cols = 45, .layer = 0, .init_stddev = 0.1f};

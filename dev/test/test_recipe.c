@@ -10,15 +10,9 @@ the printed table shows.
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
+#include "by_name.h"
 #include "llmc/run/recipe_options.h"
 #include "llmc/run/recipe_schedule.h"
-
-static Recipe named(const char *name) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
-    return recipe;
-}
 
 // Formats in the order of GemmOperand: fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x.
 static const struct {
@@ -64,7 +58,7 @@ static void test_named_recipes(void **state) {
     const char *const *names = recipe_names();
     for (int i = 0; i < NUM_NAMED; i++) {
         assert_string_equal(names[i], TABLE[i].name);
-        Recipe recipe = named(TABLE[i].name);
+        Recipe recipe = recipe_of(TABLE[i].name);
         assert_string_equal(recipe.name, TABLE[i].name);
         assert_string_equal(formats_of(&recipe), TABLE[i].formats);
         for (int role = 0; role < NUM_ROLES; role++) {
@@ -94,7 +88,7 @@ static void test_scalings(void **state) {
                 {"nvfp4-mxfp8", "nvfp4", "mx", false}};
     Error error;
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
-        Recipe recipe = named(rows[i].name);
+        Recipe recipe = recipe_of(rows[i].name);
         for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
             const char *expected = operand <= FPROP_W ? rows[i].forward : rows[i].backward;
             assert_string_equal(SCALING_NAMES[recipe.scaling[operand]], expected);
@@ -125,11 +119,11 @@ static void test_scalings(void **state) {
         assert_true(recipe_parse(&recipe, UNITS[i].text, &error));
         assert_int_equal(recipe_shard_unit(&recipe), UNITS[i].rows);
     }
-    Recipe mx = named("mxfp8"), nvfp4 = named("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
-    Recipe delayed = named("fp8-delayed");
+    Recipe mx = recipe_of("mxfp8"), nvfp4 = recipe_of("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
+    Recipe delayed = recipe_of("fp8-delayed");
     assert_false(recipe_is_scaled(&mx));
     assert_int_equal(recipe_scalings(&mx), 1 << SCALING_MX);
-    Recipe hybrid = named("mxfp8-nvfp4"), bf16 = named("bf16"), filtered;
+    Recipe hybrid = recipe_of("mxfp8-nvfp4"), bf16 = recipe_of("bf16"), filtered;
     assert_int_equal(recipe_scalings(&hybrid), 1 << SCALING_MX | 1 << SCALING_NVFP4);
     assert_int_equal(recipe_scalings(&bf16), 0);
     assert_true(recipe_parse(&filtered, "bf16,operand-in=h.0.*:wgrad-x=e4m3", &error));
@@ -162,7 +156,7 @@ static void check_refused(const char *text, const char *const words[3]) {
 // and what is refused.
 static void test_transforms(void **state) {
     (void)state;
-    Recipe recipe = named("nvfp4-nvidia"), plain = named("nvfp4");
+    Recipe recipe = recipe_of("nvfp4-nvidia"), plain = recipe_of("nvfp4");
     Error error;
     assert_true(recipe.transform[GEMM_WGRAD] == TRANSFORM_FIXED && !recipe.transform[GEMM_FPROP]);
     assert_true(!recipe.transform[GEMM_DGRAD] && recipe.hadamard_size == 16 && recipe.square_weights);
@@ -303,7 +297,7 @@ static void test_roles(void **state) {
 static void test_adjustments(void **state) {
     (void)state;
     Error error;
-    Recipe recipe = named("mxfp8");
+    Recipe recipe = recipe_of("mxfp8");
     assert_true(recipe_set_role_format(&recipe, ROLE_GRADIENTS, "e5m2", &error));
     assert_string_equal(formats_of(&recipe), "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3");
     assert_true(recipe_set_role_format(&recipe, ROLE_WEIGHTS, "e2m1", &error));
@@ -322,7 +316,7 @@ static void test_adjustments(void **state) {
         assert_true(recipe_quantizes(&recipe) == (i == WGRAD_DY));
     }
     assert_string_equal(recipe.name, "mxfp8");
-    Recipe fresh = named("mxfp8"); // the table itself is as it was
+    Recipe fresh = recipe_of("mxfp8"); // the table itself is as it was
     assert_string_equal(formats_of(&fresh), "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3");
 }
 
@@ -337,7 +331,7 @@ static void test_layers(void **state) {
     (void)state;
     static const char MX[] = "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", BF16[] = "bf16 bf16 bf16 bf16 bf16 bf16";
     static const char FP32[] = "fp32 fp32 fp32 fp32 fp32 fp32";
-    Recipe recipe = named("mxfp8");
+    Recipe recipe = recipe_of("mxfp8");
     for (int64_t layer = 0; layer < 6; layer++) {
         check_layer(&recipe, layer, 6, MX);
     }
@@ -354,7 +348,7 @@ static void test_layers(void **state) {
     for (int64_t layer = 0; layer < 6; layer++) {
         check_layer(&recipe, layer, 6, BF16);
     }
-    Recipe adjusted = named("fp32"); // MX operands between FP32 activations
+    Recipe adjusted = recipe_of("fp32"); // MX operands between FP32 activations
     Error error;
     assert_true(recipe_set_role_format(&adjusted, ROLE_WEIGHTS, "e4m3", &error));
     check_layer(&adjusted, 0, 2, "fp32 e4m3 fp32 e4m3 fp32 fp32");
@@ -374,7 +368,7 @@ static void check_error(const Error *error, const char *const *needles) {
 static void test_errors(void **state) {
     (void)state;
     Error error;
-    Recipe recipe = named("mxfp8"), before = recipe;
+    Recipe recipe = recipe_of("mxfp8"), before = recipe;
     assert_false(recipe_named(&recipe, "mxpf8", &error));
     check_error(&error, NEEDLES("recipe", "'mxpf8'", "did you mean 'mxfp8'", "mxfp6-e2m3", "mxfp4"));
     assert_false(recipe_named(&recipe, "", &error));
@@ -407,7 +401,7 @@ static void test_parse(void **state) {
     Error error;
     Recipe recipe;
     for (const char *const *name = recipe_names(); *name; name++) {
-        Recipe same = named(*name);
+        Recipe same = recipe_of(*name);
         assert_true(recipe_parse(&recipe, *name, &error));
         assert_true(recipe_is_same(&recipe, &same) && !recipe_is_adjusted(&recipe));
     }
@@ -496,7 +490,7 @@ static Recipe parsed(const char *text) {
 
 static void test_is_same(void **state) {
     (void)state;
-    Recipe recipe = named("mxfp8"), fp32 = named("fp32"), bf16 = named("bf16");
+    Recipe recipe = recipe_of("mxfp8"), fp32 = recipe_of("fp32"), bf16 = recipe_of("bf16");
     for (int i = 0; i < NUM_ADJUSTED; i++) {
         Recipe other = parsed(ADJUSTED[i]);
         if (recipe_is_same(&recipe, &other)) fail_msg("'%s' is the same as mxfp8", ADJUSTED[i]);
@@ -567,7 +561,7 @@ static void test_is_adjusted(void **state) {
 static void test_schedule(void **state) {
     (void)state;
     Error error;
-    RecipeSchedule schedule = {.phases = {{.recipe = named("mxfp8")}}, .count = 1};
+    RecipeSchedule schedule = {.phases = {{.recipe = recipe_of("mxfp8")}}, .count = 1};
     assert_int_equal(recipe_schedule_at(&schedule, 0), 0);
     assert_int_equal(recipe_schedule_at(&schedule, INT64_MAX), 0);
     assert_true(recipe_schedule_add(&schedule, "10:bf16", &error));
@@ -663,7 +657,7 @@ static void test_print_of_what_is_idle(void **state) {
 
 static void test_print(void **state) {
     (void)state;
-    Recipe recipe = named("mxfp8-e5m2-gradients");
+    Recipe recipe = recipe_of("mxfp8-e5m2-gradients");
     recipe.rounding[ROLE_WEIGHTS] = SCALE_FLOOR;
     recipe.rounding[ROLE_GRADIENTS] = SCALE_EVEN;
     check_print(&recipe,
@@ -673,7 +667,7 @@ static void test_print(void **state) {
     assert_null(strstr(text, "LM head"));
     assert_null(strstr(text, "first"));
     free(text);
-    recipe = named("mxfp8");
+    recipe = recipe_of("mxfp8");
     recipe.bf16_first_layers = 2;
     recipe.bf16_last_layers = 1;
     recipe.quantize_lm_head = true;
@@ -682,7 +676,7 @@ static void test_print(void **state) {
     assert_true(recipe_parse(&recipe, "mxfp8,operand-in=*:wgrad-x=e4m3", &error)); // a filter reaches the head too
     check_print(&recipe, NEEDLES("FFN up and down, LM head by a filter)"));
     for (const char *const *name = recipe_names(); *name; name++) {
-        Recipe each = named(*name);
+        Recipe each = recipe_of(*name);
         check_print(&each, NEEDLES(*name, "fprop", "dgrad", "wgrad"));
     }
 }

@@ -8,6 +8,7 @@ positions, 2 sequences of 32. n C and C C are then both 4096, n V and V C both 8
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
+#include "by_name.h"
 #include "llmc/cuda/gemm_path.h"
 #include "llmc/model/profile.h"
 #include "llmc/run/roofline.h"
@@ -36,10 +37,9 @@ static const GPTConfig SMALL = {.layers = 2, .heads = 2, .channels = 64, .max_se
 static const GPTConfig LARGE = {.layers = 36, .heads = 32, .channels = 4096, .max_seq_len = 8192, .vocab_size = 128000};
 
 static void set_up(Setup *s, GPTConfig config, const char *recipe, int ranks, int64_t B, int64_t T) {
-    Error error;
     memset(s, 0, sizeof(*s));
     s->comm = (Comm){.name = "nccl", .size = ranks};
-    assert_true(recipe_named(&s->recipe, recipe, &error));
+    s->recipe = recipe_of(recipe);
     s->sharding = (Sharding){.comm = &s->comm, .zero = 1, .reduce = FORMAT_FP32};
     s->run = (RooflineRun){.config = config,
                            .recipe = &s->recipe,
@@ -425,10 +425,10 @@ static void test_ranks(void **state) {
     check("weights on the wire, mx 2d", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 * (1 + 1.0 / 1024) + 2 * 10240));
     // 8 matrices: codes, and of blocks FP32 or E4M3 scales. Amaxes go as doubles.
-    recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    s.recipe = recipe_of("fp8-current");
     check("weights on the wire, fp8-current", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 + 2 * 10240) + 3 * 8 * 8);
-    recipe_named(&s.recipe, "nvfp4", OR_DIE);
+    s.recipe = recipe_of("nvfp4");
     check("weights on the wire, nvfp4", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 * (1 + 1.0 / 256) + 2 * 10240) + 3 * 8 * 8);
     assert_int_equal(wire_bytes(&s).amax_exchanges, 1);
@@ -439,13 +439,13 @@ static void test_ranks(void **state) {
     s.recipe.from_forward = false;
     check("weights on the wire, nvfp4 1d", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 * (2 + 2.0 / 16) + 2 * 10240) + 3 * 8 * 8);
-    recipe_named(&s.recipe, "fp8-blockwise", OR_DIE);
+    s.recipe = recipe_of("fp8-blockwise");
     s.sharding.unit = recipe_shard_unit(&s.recipe);
     // Of 192, 64, 256 and 64 rows, and 64, 64, 64 and 256 columns: 2, 1, 2 and 2 blocks.
     check("weights on the wire, fp8-blockwise", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 + 2 * 10240 + 4.0 * 2 * (2 + 1 + 2 + 2)));
     assert_int_equal(wire_bytes(&s).amax_exchanges, 0);
-    recipe_named(&s.recipe, "mxfp8", OR_DIE);
+    s.recipe = recipe_of("mxfp8");
     s.sharding.unit = 0;
 
     // The first rank has 64, 32, 64, 32 rows of a layer's matrices, and 32 of each embedding:
@@ -455,10 +455,10 @@ static void test_ranks(void **state) {
           4 * (ALL - MULTIPLIED) + 32 * (40960 + VECTORS) + 66.0 / 32 * 36864 + 2 * 4096 + 256);
 
     // Of the same rows amaxes, then codes, each a pass over the masters.
-    recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    s.recipe = recipe_of("fp8-current");
     check("bytes of the update of one of four, fp8-current", roofline_step(&device, &s.run).update,
           4 * (ALL - MULTIPLIED) + 32 * (40960 + VECTORS) + (4 + 5) * 36864 + 8 * 4 + 2 * 4096 + 256);
-    recipe_named(&s.recipe, "mxfp8", OR_DIE);
+    s.recipe = recipe_of("mxfp8");
 
     s.run.wire = (WireBytes){3e9, {1e9, 2e9, 4e9}, 0};
     device = device_of(1e300, 1e300, true);
@@ -476,12 +476,12 @@ static void test_ranks(void **state) {
     check("weights' seconds, 2d", roofline_step(&device, &s.run).weights, 1 + 2e-3 * 18);
     // Of a tensor with one scale codes alone, once; of NVFP4 codes and scales; and an exchange of
     // amaxes.
-    recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    s.recipe = recipe_of("fp8-current");
     s.run.wire.amax_exchanges = 1;
     check("weights' seconds, fp8-current", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 8 + 1));
-    recipe_named(&s.recipe, "mxfp8-nvfp4", OR_DIE);
+    s.recipe = recipe_of("mxfp8-nvfp4");
     check("weights' seconds, mxfp8-nvfp4", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 4 * 8 + 1));
-    recipe_named(&s.recipe, "mxfp8", OR_DIE);
+    s.recipe = recipe_of("mxfp8");
     s.run.wire.amax_exchanges = 0;
     s.recipe.square_weights = true;
     s.sharding.zero = 0;

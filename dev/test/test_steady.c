@@ -19,6 +19,7 @@ int main(void) {
 
 #else
 
+#include "by_name.h"
 #include "llmc/model/gpt.h"
 #include "llmc/model/optimizer.h"
 #include "llmc/base/util.h" // allocate
@@ -102,9 +103,7 @@ static void step(GPT *model, int64_t number) {
 // `by_onednn`: what the device's description has where oneDNN makes primitives for the recipe's
 // GEMMs that no recipe before had; NULL: one before may have made them.
 static void check_steady(const char *recipe_name, const char *by_onednn) {
-    Error error;
-    Recipe recipe;
-    assert_true(recipe_named(&recipe, recipe_name, &error));
+    Recipe recipe = recipe_of(recipe_name);
     GPT model;
     gpt_create(&model, CONFIG, &recipe, backend_cpu(), 2, 96, true, NULL);
     gpt_init(&model, INIT_GPT2, 1);

@@ -36,13 +36,6 @@ void param_list_borrow_masters(ParamList *list, const ParamList *from) {
     }
 }
 
-Param *param_list_find(const ParamList *list, const char *name) {
-    for (int i = 0; i < list->count; i++) {
-        if (strcmp(list->params[i].name, name) == 0) return &list->params[i];
-    }
-    return NULL;
-}
-
 void param_list_free(ParamList *list) {
     free(list->params);
     *list = (ParamList){0};

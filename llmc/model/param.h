@@ -142,7 +142,6 @@ static inline Tensor param_masters(const Param *param) {
 
 // Adds a parameter, for which there must be room, and returns its index.
 int param_list_add(ParamList *list, Param param);
-Param *param_list_find(const ParamList *list, const char *name); // or NULL
 void param_list_free(ParamList *list);
 
 // Makes the masters of `from`, which has the same parameters, those of the list too. Before
