@@ -308,20 +308,21 @@ static void check_effects(const Run *run) {
     const Settings *s = &run->settings;
     bool is_adam = s->optimizer == OPTIMIZER_ADAM;
     const struct {
-        const char *name, *needs;
         const void *value;
+        const char *needs;
         bool has_effect;
-    } rows[] = {{"heads", "--attention", &s->config.heads, s->config.attention},
-                {"seq-len", "--attention", &s->config.seq_len, s->config.attention},
-                {"final-learning-rate", "--schedule cosine", &s->final_learning_rate, s->schedule},
-                {"momentum", "--optimizer sgd", &s->momentum, !is_adam || s->momentum == 0},
-                {"beta1", "--optimizer adam", &s->adam.beta1, is_adam || s->adam.beta1 == DEFAULTS.adam.beta1},
-                {"beta2", "--optimizer adam", &s->adam.beta2, is_adam || s->adam.beta2 == DEFAULTS.adam.beta2},
-                {"eps", "--optimizer adam", &s->adam.eps, is_adam || s->adam.eps == DEFAULTS.adam.eps},
-                {"keep-states", "--save-every", &s->keep_states, s->save_every || s->keep_states == 0}};
+    } rows[] = {{&s->config.heads, "--attention", s->config.attention},
+                {&s->config.seq_len, "--attention", s->config.attention},
+                {&s->final_learning_rate, "--schedule cosine", s->schedule},
+                {&s->momentum, "--optimizer sgd", !is_adam || s->momentum == 0},
+                {&s->adam.beta1, "--optimizer adam", is_adam || s->adam.beta1 == DEFAULTS.adam.beta1},
+                {&s->adam.beta2, "--optimizer adam", is_adam || s->adam.beta2 == DEFAULTS.adam.beta2},
+                {&s->adam.eps, "--optimizer adam", is_adam || s->adam.eps == DEFAULTS.adam.eps},
+                {&s->keep_states, "--save-every", s->save_every || s->keep_states == 0}};
     for (int i = 0; i < COUNT(rows); i++) {
-        if (rows[i].has_effect || !options_given(run->options, run->num_options, rows[i].value)) continue;
-        die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);
+        const Option *option = options_find_value(run->options, run->num_options, rows[i].value);
+        if (rows[i].has_effect || !option->was_set) continue;
+        die("--%s changes nothing without %s: give that too, or leave it out", option->name, rows[i].needs);
     }
 }
 

@@ -441,11 +441,14 @@ static bool check_transforms(const Recipe *recipe, const Recipe *named, const Re
                          "an operand of a GEMM whose operands are transformed", error);
 }
 
+static unsigned scalings_of(const RecipeEffects *effects) {
+    return effects->scalings[ROLE_WEIGHTS] | effects->scalings[ROLE_ACTIVATIONS] | effects->scalings[ROLE_GRADIENTS];
+}
+
 static bool delayed_scales_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
     const DelayedScaling a = recipe->delayed, b = named->delayed;
     bool differs = a.length != b.length || a.algorithm != b.algorithm || a.margin != b.margin;
-    unsigned scalings = effects->scalings[ROLE_WEIGHTS] | effects->scalings[ROLE_ACTIVATIONS];
-    return differs && !((scalings | effects->scalings[ROLE_GRADIENTS]) >> SCALING_TENSOR & 1);
+    return differs && !(scalings_of(effects) >> SCALING_TENSOR & 1);
 }
 
 bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
@@ -521,20 +524,12 @@ static int print_stochastic(const Recipe *recipe, const RecipeEffects *effects, 
     return count;
 }
 
-static bool quantizes_any(const RecipeEffects *effects) {
-    unsigned scalings = 0;
-    for (int role = 0; role < NUM_ROLES; role++) {
-        scalings |= effects->scalings[role];
-    }
-    return scalings != 0;
-}
-
 static void print_encoding(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
     if (print_stochastic(recipe, effects, true, stream) > 0) fputc('\n', stream);
     if (print_stochastic(recipe, effects, false, stream) > 0) {
         fprintf(stream, " not rounded stochastically: no linear layer quantizes them\n");
     }
-    if (recipe->prescale != 0 && quantizes_any(effects)) {
+    if (recipe->prescale != 0 && scalings_of(effects)) {
         fprintf(stream, "  elements times %g before they are rounded, products divided by that again\n",
                 recipe->prescale);
     }
@@ -594,7 +589,7 @@ void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stre
         const RecipeFilter *filter = &recipe->filters[i];
         fprintf(stream, "  in %s: %s %s\n", filter->linears, filter->operands, FORMAT_NAMES[filter->format]);
     }
-    if (recipe_quantizes(find_named(recipe->name)) && !quantizes_any(effects)) {
+    if (recipe_quantizes(find_named(recipe->name)) && !scalings_of(effects)) {
         fprintf(stream, "  no linear layer quantizes anything under these options\n");
     }
     if (mx_is_mx(recipe->norm_gains)) {

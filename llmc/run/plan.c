@@ -940,32 +940,30 @@ static void check_effects(const Plan *p) {
     const CommandLine *line = &p->line;
     const Settings *s = &line->settings;
     const struct {
-        const char *name, *needs;
         const void *value;
+        const char *needs;
         bool has_effect;
     } rows[] = {
-        {"val-every", "--val-data", &s->val_every, s->val_data || s->val_every == 0},
-        {"val-steps", "--val-data", &s->val_steps, s->val_data},
-        {"eval-every", "--eval-requests", &s->eval_every, s->eval_requests || s->eval_every == 0},
-        {"sample-tokens", "--sample-every", &s->sample_tokens, s->sample_every},
-        {"prompt", "--sample-every", &s->prompt, s->sample_every},
-        {"temperature", "--sample-every", &s->temperature, s->sample_every},
-        {"top-k", "--sample-every", &s->top_k, s->sample_every},
-        {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
-        {"final-lr-fraction", "--schedule cosine, linear or wsd", &s->schedule.final_lr_fraction,
-         s->schedule.kind != SCHEDULE_CONSTANT},
-        {"decay-fraction", "--schedule wsd", &s->schedule.decay_fraction, s->schedule.kind == SCHEDULE_WSD},
-        {"link-bandwidth", "--world-size", &s->link_bandwidth,
-         s->link_bandwidth == 0 || s->world_size > 0 || p->comm->size > 1},
-        {"comm-file", "--device cuda", &s->comm_file, strcmp(s->device, "cpu") != 0},
-        {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains,
-         !p->config.no_norm_affine || !s->recipe.quantize_norm_gains},
-        {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},
-        {"muon-momentum", "--optimizer muon", &s->update.muon.momentum, s->optimizer == OPTIMIZER_MUON},
-        {"muon-weight-decay", "--optimizer muon", &s->update.muon.weight_decay, s->optimizer == OPTIMIZER_MUON}};
+        {&s->val_every, "--val-data", s->val_data || s->val_every == 0},
+        {&s->val_steps, "--val-data", s->val_data},
+        {&s->eval_every, "--eval-requests", s->eval_requests || s->eval_every == 0},
+        {&s->sample_tokens, "--sample-every", s->sample_every},
+        {&s->prompt, "--sample-every", s->sample_every},
+        {&s->temperature, "--sample-every", s->sample_every},
+        {&s->top_k, "--sample-every", s->sample_every},
+        {&s->schedule.warmup_from, "--warmup-steps", s->schedule.warmup_steps || s->warmup_fraction > 0},
+        {&s->schedule.final_lr_fraction, "--schedule cosine, linear or wsd", s->schedule.kind != SCHEDULE_CONSTANT},
+        {&s->schedule.decay_fraction, "--schedule wsd", s->schedule.kind == SCHEDULE_WSD},
+        {&s->link_bandwidth, "--world-size", s->link_bandwidth == 0 || s->world_size > 0 || p->comm->size > 1},
+        {&s->comm_file, "--device cuda", strcmp(s->device, "cpu") != 0},
+        {&s->recipe.quantize_norm_gains, "--ln-affine", !p->config.no_norm_affine || !s->recipe.quantize_norm_gains},
+        {&s->update.muon.learning_rate, "--optimizer muon", s->optimizer == OPTIMIZER_MUON},
+        {&s->update.muon.momentum, "--optimizer muon", s->optimizer == OPTIMIZER_MUON},
+        {&s->update.muon.weight_decay, "--optimizer muon", s->optimizer == OPTIMIZER_MUON}};
     for (int i = 0; i < COUNT(rows); i++) {
-        if (rows[i].has_effect || !settings_typed(line, rows[i].value)) continue;
-        die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);
+        const Option *option = options_find_value(line->options, line->num_options, rows[i].value);
+        if (rows[i].has_effect || !option->was_typed) continue;
+        die("--%s changes nothing without %s: give that too, or leave it out", option->name, rows[i].needs);
     }
 }
 

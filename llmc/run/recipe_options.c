@@ -141,19 +141,16 @@ static bool adjust(Option *options, int count, char *text, Error *error) {
     char *value = strchr(text, '=');
     size_t length = value ? (size_t)(value - text) : strlen(text);
     char *name = format_string("%.*s", (int)length, text);
-    bool by_operand = find_word(name, OPERAND_NAMES) >= 0, known = false, ok = true;
-    for (int i = 0; i < count; i++) {
-        Option *option = &options[i];
-        if (strcmp(option->name, by_operand ? "operand" : name) != 0) continue;
-        known = true;
-        bool is_flag = option->type == OPTION_FLAG;
-        if (!value && !is_flag) {
-            ok = error_set(error, "the adjustment %s needs a value, as in %s=%s", name, name, option->value_name);
-        } else {
-            ok = option_set(option, by_operand ? text : value ? value + 1 : "true", error);
-        }
+    bool by_operand = find_word(name, OPERAND_NAMES) >= 0, ok;
+    const char *sought = by_operand ? "operand" : name;
+    Option *option = options_find(options, count, sought, strlen(sought));
+    if (!option) {
+        ok = unknown_adjustment(error, name, options, count);
+    } else if (!value && option->type != OPTION_FLAG) {
+        ok = error_set(error, "the adjustment %s needs a value, as in %s=%s", name, name, option->value_name);
+    } else {
+        ok = option_set(option, by_operand ? text : value ? value + 1 : "true", error);
     }
-    if (!known) ok = unknown_adjustment(error, name, options, count);
     free(name);
     return ok;
 }

@@ -276,11 +276,10 @@ static void mark_given(CommandLine *line, const JsonValue *object) {
     }
 }
 
-static Option *find_option(CommandLine *line, const char *name) {
-    return options_find(line->options, line->num_options, name, strlen(name));
+// Says whether the option that sets `value` counts as given.
+static void mark(CommandLine *line, const void *value, bool given) {
+    options_find_value(line->options, line->num_options, value)->was_set = given;
 }
-
-static void forget(CommandLine *line, const char *name) { find_option(line, name)->was_set = false; }
 
 // Settles what a file says of warm-up; `steps`, `fraction`: whether the command line gave these.
 // Steps of a file give way to the command line's fraction, and those that a run had made of its own
@@ -290,9 +289,9 @@ static void settle_warmup(CommandLine *line, bool steps, bool fraction) {
     bool is_replaced = fraction || (line->has_saved_options && line->settings.warmup_fraction > 0);
     if (!steps && is_replaced) {
         line->settings.schedule.warmup_steps = DEFAULTS.schedule.warmup_steps;
-        forget(line, "warmup-steps");
+        mark(line, &line->settings.schedule.warmup_steps, false);
     }
-    if (line->has_saved_options) find_option(line, "warmup-fraction")->was_set = fraction;
+    if (line->has_saved_options) mark(line, &line->settings.warmup_fraction, fraction);
 }
 
 // Settles where weights come from: the command line's --resume or --init takes the place of a
@@ -303,12 +302,12 @@ static void settle_weights(CommandLine *line) {
     bool init = settings_typed(line, &s->init), init_from = settings_typed(line, &s->init_from);
     if ((s->resume || init) && !init_from) {
         s->init_from = NULL;
-        forget(line, "init-from");
+        mark(line, &s->init_from, false);
     }
     bool is_of_run = line->has_saved_options && s->init_from;
     if ((init_from || is_of_run) && !init) {
         s->init = DEFAULTS.init;
-        forget(line, "init");
+        mark(line, &s->init, false);
     }
 }
 
