@@ -6,9 +6,8 @@ Each operation runs twice and gives the same bits, writes nothing outside its te
 into NaN. Runs on a GPU, or on the CPU through dev/hostcuda; where there is neither it says so and
 passes.
 */
-#include "check.h"
+#include "device.h"
 #include "llmc/cpu/cpu.h"
-#include "llmc/cuda/cuda.h"
 #include "llmc/model/optimizer.h"
 
 static const Backend *backend;
@@ -20,84 +19,21 @@ static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 // Memory of the device
 // ------------------------------------------------------------------------------------------------
 
-// As check.h's pool: each piece between two guards.
-enum { DEVICE_GUARD = 256, DEVICE_CAPACITY = 64 };
-static struct {
-    uint8_t *memory;
-    size_t bytes;
-} device_pool[DEVICE_CAPACITY];
-static int device_count;
-
-static void upload(void *device, const void *host, size_t bytes) {
-    cuda_check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "copying to the GPU");
-    cuda_check(cudaDeviceSynchronize(), "waiting for the GPU"); // the operations' stream doesn't wait for this one
-}
-
-static void download(void *host, const void *device, size_t bytes) {
-    cuda_check(cudaDeviceSynchronize(), "waiting for the GPU");
-    cuda_check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copying from the GPU");
-}
-
-// A copy on the device, `shift` bytes off its alignment.
-static void *on_device_shifted(const void *host, size_t bytes, size_t shift) {
-    assert_true(device_count < DEVICE_CAPACITY);
-    size_t all = bytes + shift + 2 * DEVICE_GUARD;
-    uint8_t *memory, *image = malloc(all);
-    cuda_check(cudaMalloc((void **)&memory, all), "allocating memory of the GPU");
-    memset(image, GUARD, all);
-    memcpy(image + DEVICE_GUARD + shift, host, bytes);
-    upload(memory, image, all);
-    free(image);
-    device_pool[device_count].memory = memory;
-    device_pool[device_count++].bytes = bytes + shift;
-    return memory + DEVICE_GUARD + shift;
-}
-
-static void *on_device(const void *host, size_t bytes) { return on_device_shifted(host, bytes, 0); }
-
 // NULL of NULL.
-static float *floats_on_device(const float *host, int64_t count) {
-    return host ? on_device(host, (size_t)count * sizeof(float)) : NULL;
+static float *floats_to_device(const float *host, int64_t count) {
+    return host ? to_device(host, (size_t)count * sizeof(float)) : NULL;
 }
 
-static Tensor tensor_on_device(Tensor host) {
-    host.data = on_device(host.data, tensor_bytes(host));
-    return host;
-}
-
-// All that a test took, on the host and on the device.
-static void release_all(void) {
-    bool intact = true;
-    while (device_count > 0) {
-        uint8_t *memory = device_pool[--device_count].memory, guards[2][DEVICE_GUARD];
-        download(guards[0], memory, DEVICE_GUARD);
-        download(guards[1], memory + DEVICE_GUARD + device_pool[device_count].bytes, DEVICE_GUARD);
-        for (size_t i = 0; i < DEVICE_GUARD; i++) {
-            intact = intact && guards[0][i] == GUARD && guards[1][i] == GUARD;
-        }
-        cuda_check(cudaFree(memory), "freeing memory of the GPU");
-    }
-    pool_release();
-    if (!intact) fail_msg("memory of the device outside a tensor was written");
-}
-
-static float *download_floats(const float *device, int64_t count) {
+static float *floats_to_host(const float *device, int64_t count) {
     if (!device) return NULL;
     float *values = take_floats(count);
     download(values, device, (size_t)count * sizeof(float));
     return values;
 }
 
-static Tensor download_tensor(Tensor device) {
-    Tensor host = device;
-    host.data = pool_take(tensor_bytes(device));
-    download(host.data, device.data, tensor_bytes(device));
-    return host;
-}
-
 static void *give_workspace(int64_t rows, int64_t cols) {
     size_t bytes = cuda_reduction_workspace(rows, cols);
-    void *workspace = on_device(pool_take(bytes), bytes);
+    void *workspace = to_device(pool_take(bytes), bytes);
     backend->use_workspace(workspace, bytes);
     return workspace;
 }
@@ -185,12 +121,12 @@ static ActivationCase run_activation(Activation activation, Format dtype, int64_
     cpu_activation_forward(c.expected[0], c.input, activation);
     cpu_activation_backward(c.expected[1], NULL, is_wide ? c.dout : c.expected[1], c.input, activation);
     for (int run = 0; run < 2; run++) {
-        Tensor x = tensor_on_device(c.input), out = tensor_on_device(empty_tensor(dtype, rows, F));
-        Tensor dout = tensor_on_device(c.dout), dinput = is_wide ? tensor_on_device(c.expected[1]) : dout; // over dout
-        if (is_wide) dinput = tensor_on_device(empty_tensor(dtype, rows, cols));
+        Tensor x = tensor_to_device(c.input), out = tensor_to_device(empty_tensor(dtype, rows, F));
+        Tensor dout = tensor_to_device(c.dout), dinput = is_wide ? tensor_to_device(c.expected[1]) : dout; // over dout
+        if (is_wide) dinput = tensor_to_device(empty_tensor(dtype, rows, cols));
         cuda_activation_forward(out, x, activation);
         cuda_activation_backward(dinput, NULL, dout, x, activation);
-        Tensor results[] = {download_tensor(out), download_tensor(dinput)};
+        Tensor results[] = {tensor_to_host(out), tensor_to_host(dinput)};
         for (int i = 0; i < 2; i++) {
             check_padding(results[i]);
             if (run == 1) check_same_tensor(c.result[i], results[i]);
@@ -226,9 +162,9 @@ static void check_gelu_of_large(Format dtype) {
             tensor_set(dout, r, c, 1);
         }
     }
-    Tensor dinput = tensor_on_device(dout);
-    cuda_activation_backward(dinput, NULL, dinput, tensor_on_device(input), ACTIVATION_GELU);
-    dinput = download_tensor(dinput);
+    Tensor dinput = tensor_to_device(dout);
+    cuda_activation_backward(dinput, NULL, dinput, tensor_to_device(input), ACTIVATION_GELU);
+    dinput = tensor_to_host(dinput);
     Check check = {0};
     for (int64_t i = 0; i < 2 * input.cols; i++) {
         check_value(&check, tensor_get(dinput, i / input.cols, i % input.cols), i < input.cols, 1e-8);
@@ -316,18 +252,18 @@ static void check_rope(Format dtype, AttentionShape s, double theta, int64_t bes
     Sequences sequences = {.T = s.T}, on_device_too = sequences;
     if (s.by_document) {
         sequences.positions = take_documents(s.B, s.T, 5);
-        on_device_too.positions = on_device(sequences.positions, (size_t)(s.B * s.T) * sizeof(int32_t));
+        on_device_too.positions = to_device(sequences.positions, (size_t)(s.B * s.T) * sizeof(int32_t));
     }
     int64_t angles = (s.T + 2) * s.HS; // of more positions than sequences have
-    float *rotations = take_floats(angles), *on_gpu = floats_on_device(rotations, angles);
+    float *rotations = take_floats(angles), *on_gpu = floats_to_device(rotations, angles);
     cpu_rope_rotations(rotations, s.T + 2, s.HS, theta);
     cpu_rope(x, rotations, sequences, s.HS, inverse);
     cuda_rope_rotations(on_gpu, s.T + 2, s.HS, theta);
     for (int run = 0; run < 2; run++) {
-        Tensor all = tensor_on_device(before);
+        Tensor all = tensor_to_device(before);
         x.data = (char *)all.data + (size_t)beside * dtype_size(dtype);
         cuda_rope(x, on_gpu, on_device_too, s.HS, inverse);
-        Tensor values = download_tensor(all);
+        Tensor values = tensor_to_host(all);
         check_padding(values);
         if (run == 1) check_same_tensor(result, values);
         result = values;
@@ -382,14 +318,14 @@ static double *column_magnitudes(Tensor t, const float *before) {
 }
 
 static void check_bias(Format dtype, int64_t rows, int64_t cols) {
-    Tensor dout = normal_tensor(dtype, rows, cols, 1), on_gpu = tensor_on_device(dout);
+    Tensor dout = normal_tensor(dtype, rows, cols, 1), on_gpu = tensor_to_device(dout);
     float *before = normal_floats(cols), *expected = copy_floats(before, cols), *result[2];
     cpu_bias_backward(expected, dout);
     for (int run = 0; run < 2; run++) {
-        float *dbias = floats_on_device(before, cols);
+        float *dbias = floats_to_device(before, cols);
         give_workspace(rows, cols);
         cuda_bias_backward(dbias, on_gpu);
-        result[run] = download_floats(dbias, cols);
+        result[run] = floats_to_host(dbias, cols);
     }
     check_same_floats(result[0], result[1], cols);
     const double *magnitude = column_magnitudes(dout, before);
@@ -407,18 +343,18 @@ static void check_bias(Format dtype, int64_t rows, int64_t cols) {
 static void check_gradient_with_bias(Format dtype, int64_t rows, int64_t F, Activation activation) {
     bool is_wide = activation == ACTIVATION_SWIGLU;
     int64_t cols = is_wide ? 2 * F : F;
-    Tensor dout = normal_tensor(dtype, rows, F, 1), input = tensor_on_device(normal_tensor(dtype, rows, cols, 2));
-    Tensor apart = tensor_on_device(empty_tensor(dtype, rows, cols)), together = tensor_on_device(dout);
-    float *before = normal_floats(cols), *dbias = floats_on_device(before, cols),
-          *sums = floats_on_device(before, cols);
-    if (is_wide) together = tensor_on_device(empty_tensor(dtype, rows, cols));
+    Tensor dout = normal_tensor(dtype, rows, F, 1), input = tensor_to_device(normal_tensor(dtype, rows, cols, 2));
+    Tensor apart = tensor_to_device(empty_tensor(dtype, rows, cols)), together = tensor_to_device(dout);
+    float *before = normal_floats(cols), *dbias = floats_to_device(before, cols),
+          *sums = floats_to_device(before, cols);
+    if (is_wide) together = tensor_to_device(empty_tensor(dtype, rows, cols));
     give_workspace(rows, cols);
-    cuda_activation_backward(apart, NULL, tensor_on_device(dout), input, activation);
+    cuda_activation_backward(apart, NULL, tensor_to_device(dout), input, activation);
     cuda_bias_backward(dbias, apart);
-    cuda_activation_backward(together, sums, is_wide ? tensor_on_device(dout) : together, input, activation);
-    check_same_tensor(download_tensor(apart), download_tensor(together));
-    check_padding(download_tensor(together));
-    check_same_floats(download_floats(dbias, cols), download_floats(sums, cols), cols);
+    cuda_activation_backward(together, sums, is_wide ? tensor_to_device(dout) : together, input, activation);
+    check_same_tensor(tensor_to_host(apart), tensor_to_host(together));
+    check_padding(tensor_to_host(together));
+    check_same_floats(floats_to_host(dbias, cols), floats_to_host(sums, cols), cols);
     release_all();
 }
 
@@ -457,10 +393,10 @@ static NormParams norm_on_device(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     return (NormParams){.kind = l->kind,
                         .eps = l->eps,
-                        .mean = floats_on_device(l->mean ? take_floats(rows) : NULL, rows),
-                        .rstd = floats_on_device(take_floats(rows), rows),
-                        .weight = floats_on_device(l->weight, C),
-                        .bias = floats_on_device(l->bias, C)};
+                        .mean = floats_to_device(l->mean ? take_floats(rows) : NULL, rows),
+                        .rstd = floats_to_device(take_floats(rows), rows),
+                        .weight = floats_to_device(l->weight, C),
+                        .bias = floats_to_device(l->bias, C)};
 }
 
 static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
@@ -495,11 +431,11 @@ static Tensor layernorm_forward_twice(const LayernormCase *l, float **mean, floa
     int64_t rows = l->input.rows, C = l->input.cols;
     Tensor result[2];
     for (int run = 0; run < 2; run++) {
-        Tensor out = tensor_on_device(empty_tensor(l->input.dtype, rows, C));
+        Tensor out = tensor_to_device(empty_tensor(l->input.dtype, rows, C));
         NormParams norm = norm_on_device(l);
-        cuda_layernorm_forward(out, (Tensor){0}, tensor_on_device(l->input), (Tensor){0}, norm);
-        result[run] = download_tensor(out);
-        *mean = download_floats(norm.mean, rows), *rstd = download_floats(norm.rstd, rows);
+        cuda_layernorm_forward(out, (Tensor){0}, tensor_to_device(l->input), (Tensor){0}, norm);
+        result[run] = tensor_to_host(out);
+        *mean = floats_to_host(norm.mean, rows), *rstd = floats_to_host(norm.rstd, rows);
     }
     check_same_tensor(result[0], result[1]);
     check_padding(result[0]);
@@ -547,17 +483,17 @@ static void check_layernorm_residual(const LayernormCase *l) {
     float *expected_mean, *expected_rstd;
     Tensor expected = layernorm_forward_twice(&plain, &expected_mean, &expected_rstd);
     for (int variant = 0; variant < 4; variant++) {
-        Tensor input = tensor_on_device(l->input), residual = tensor_on_device(l->dout), out = {0};
-        Tensor sum = variant == 1 ? input : variant == 2 ? residual : tensor_on_device(empty_tensor(dtype, rows, C));
-        if (variant != 3) out = tensor_on_device(empty_tensor(dtype, rows, C));
+        Tensor input = tensor_to_device(l->input), residual = tensor_to_device(l->dout), out = {0};
+        Tensor sum = variant == 1 ? input : variant == 2 ? residual : tensor_to_device(empty_tensor(dtype, rows, C));
+        if (variant != 3) out = tensor_to_device(empty_tensor(dtype, rows, C));
         NormParams norm = norm_on_device(l);
         cuda_layernorm_forward(out, sum, input, residual, norm);
-        check_same_tensor(download_tensor(sum), expected_sum);
-        if (out.data) check_same_tensor(download_tensor(out), expected);
-        if (norm.mean) check_same_floats(download_floats(norm.mean, rows), expected_mean, rows);
-        check_same_floats(download_floats(norm.rstd, rows), expected_rstd, rows);
-        if (sum.data != input.data) check_same_tensor(download_tensor(input), l->input);
-        if (sum.data != residual.data) check_same_tensor(download_tensor(residual), l->dout);
+        check_same_tensor(tensor_to_host(sum), expected_sum);
+        if (out.data) check_same_tensor(tensor_to_host(out), expected);
+        if (norm.mean) check_same_floats(floats_to_host(norm.mean, rows), expected_mean, rows);
+        check_same_floats(floats_to_host(norm.rstd, rows), expected_rstd, rows);
+        if (sum.data != input.data) check_same_tensor(tensor_to_host(input), l->input);
+        if (sum.data != residual.data) check_same_tensor(tensor_to_host(residual), l->dout);
     }
 }
 
@@ -570,14 +506,14 @@ static LayernormGradients layernorm_backward_twice(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     LayernormGradients result[2];
     for (int run = 0; run < 2; run++) {
-        Tensor dinput = tensor_on_device(l->dinput);
-        float *dweight = floats_on_device(l->dweight, C), *dbias = floats_on_device(l->dbias, C);
+        Tensor dinput = tensor_to_device(l->dinput);
+        float *dweight = floats_to_device(l->dweight, C), *dbias = floats_to_device(l->dbias, C);
         NormParams norm = norm_on_device(l);
-        norm.mean = floats_on_device(l->mean, rows), norm.rstd = floats_on_device(l->rstd, rows);
+        norm.mean = floats_to_device(l->mean, rows), norm.rstd = floats_to_device(l->rstd, rows);
         give_workspace(rows, C);
-        cuda_layernorm_backward(dinput, dweight, dbias, tensor_on_device(l->dout), tensor_on_device(l->input), norm);
+        cuda_layernorm_backward(dinput, dweight, dbias, tensor_to_device(l->dout), tensor_to_device(l->input), norm);
         result[run] =
-            (LayernormGradients){download_tensor(dinput), download_floats(dweight, C), download_floats(dbias, C)};
+            (LayernormGradients){tensor_to_host(dinput), floats_to_host(dweight, C), floats_to_host(dbias, C)};
     }
     check_same_tensor(result[0].dinput, result[1].dinput);
     if (l->dweight) check_same_floats(result[0].dweight, result[1].dweight, C);
@@ -694,7 +630,7 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
     Sequences sequences = {.T = T}, on_device_too = sequences;
     if (kind == OF_DOCUMENTS) {
         sequences.positions = take_documents(B, T, 20);
-        on_device_too.positions = on_device(sequences.positions, (size_t)(B * T) * sizeof(int32_t));
+        on_device_too.positions = to_device(sequences.positions, (size_t)(B * T) * sizeof(int32_t));
     }
     int64_t rows = B * T, counts[] = {V * C, (T + 2) * C};
     Tensor wte = normal_tensor(dtype, V, C, 1), wpe = normal_tensor(dtype, T + 2, C, 1);
@@ -708,17 +644,17 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
     cpu_embedding_forward(expected, tokens, wte, has_positions ? wpe : (Tensor){0}, sequences);
     cpu_embedding_backward(wanted.values[0], has_positions ? wanted.values[1] : NULL, tokens, dout, sequences);
     for (int run = 0; run < 2; run++) {
-        Tensor device_out = tensor_on_device(empty_tensor(dtype, rows, C));
-        int32_t *device_tokens = on_device(tokens, (size_t)rows * sizeof(int32_t));
-        float *dwte = floats_on_device(before.values[0], counts[0]);
-        float *dwpe = floats_on_device(before.values[1], counts[1]);
-        cuda_embedding_forward(device_out, device_tokens, tensor_on_device(wte),
-                               has_positions ? tensor_on_device(wpe) : (Tensor){0}, on_device_too);
+        Tensor device_out = tensor_to_device(empty_tensor(dtype, rows, C));
+        int32_t *device_tokens = to_device(tokens, (size_t)rows * sizeof(int32_t));
+        float *dwte = floats_to_device(before.values[0], counts[0]);
+        float *dwpe = floats_to_device(before.values[1], counts[1]);
+        cuda_embedding_forward(device_out, device_tokens, tensor_to_device(wte),
+                               has_positions ? tensor_to_device(wpe) : (Tensor){0}, on_device_too);
         give_workspace(rows, C);
-        cuda_embedding_backward(dwte, has_positions ? dwpe : NULL, device_tokens, tensor_on_device(dout),
+        cuda_embedding_backward(dwte, has_positions ? dwpe : NULL, device_tokens, tensor_to_device(dout),
                                 on_device_too);
-        out[run] = download_tensor(device_out);
-        result[run] = (EmbeddingGradients){{download_floats(dwte, counts[0]), download_floats(dwpe, counts[1])}};
+        out[run] = tensor_to_host(device_out);
+        result[run] = (EmbeddingGradients){{floats_to_host(dwte, counts[0]), floats_to_host(dwpe, counts[1])}};
     }
     check_same_tensor(out[0], out[1]);
     check_same_tensor(out[0], expected);
@@ -774,10 +710,10 @@ static void test_embedding_sort(void **state) {
             tokens[row] = (int32_t)(CASES[i][1] - 1) & ~0xFF00;
         }
         const int32_t *order = sorted + rows;
-        float *dwte = floats_on_device(take_floats(CASES[i][1]), CASES[i][1]);
+        float *dwte = floats_to_device(take_floats(CASES[i][1]), CASES[i][1]);
         void *workspace = give_workspace(rows, 1);
-        cuda_embedding_backward(dwte, NULL, on_device(tokens, (size_t)rows * sizeof(int32_t)),
-                                tensor_on_device(normal_tensor(FORMAT_BF16, rows, 1, 1)), (Sequences){.T = rows});
+        cuda_embedding_backward(dwte, NULL, to_device(tokens, (size_t)rows * sizeof(int32_t)),
+                                tensor_to_device(normal_tensor(FORMAT_BF16, rows, 1, 1)), (Sequences){.T = rows});
         cuda_copy_to_host(sorted, workspace, (size_t)rows * 8);
         for (int64_t at = 0; at < rows; at++) {
             assert_in_range(order[at], 0, rows - 1);
@@ -799,15 +735,15 @@ static void check_classifier(Format dtype, int64_t rows, int64_t V, double sprea
     int32_t *targets = pool_take((size_t)rows * sizeof(int32_t));
     fill_below(targets, rows, (int32_t)V);
     targets[0] = (int32_t)V - 1;
-    int32_t *device_targets = on_device(targets, (size_t)rows * sizeof(int32_t));
+    int32_t *device_targets = to_device(targets, (size_t)rows * sizeof(int32_t));
     float *wanted = take_floats(rows), *losses[3];
     cpu_classifier(wanted, expected, copy_tensor(logits), targets, dloss);
     for (int run = 0; run < 3; run++) { // the third without gradients
-        Tensor device_dlogits = run < 2 ? tensor_on_device(empty_tensor(dtype, rows, V)) : (Tensor){0};
-        float *device_losses = floats_on_device(take_floats(rows), rows);
-        cuda_classifier(device_losses, device_dlogits, tensor_on_device(logits), device_targets, dloss);
-        losses[run] = download_floats(device_losses, rows);
-        if (run < 2) dlogits[run] = download_tensor(device_dlogits);
+        Tensor device_dlogits = run < 2 ? tensor_to_device(empty_tensor(dtype, rows, V)) : (Tensor){0};
+        float *device_losses = floats_to_device(take_floats(rows), rows);
+        cuda_classifier(device_losses, device_dlogits, tensor_to_device(logits), device_targets, dloss);
+        losses[run] = floats_to_host(device_losses, rows);
+        if (run < 2) dlogits[run] = tensor_to_host(device_dlogits);
     }
     check_same_floats(losses[0], losses[1], rows);
     check_same_tensor(dlogits[0], dlogits[1]);
@@ -871,13 +807,13 @@ static void check_squared_error(Format dtype, Format target_dtype, int64_t rows,
     float *wanted = take_floats(rows), *losses[2];
     cpu_squared_error(wanted, expected, out, target, scale);
     for (int run = 0; run < 2; run++) { // the second without gradients
-        Tensor dout = run == 0 ? tensor_on_device(empty_tensor(dtype, rows, C)) : (Tensor){0};
-        float *on_gpu = floats_on_device(take_floats(rows), rows);
-        cuda_squared_error(on_gpu, dout, tensor_on_device(out), tensor_on_device(target), scale);
-        losses[run] = download_floats(on_gpu, rows);
+        Tensor dout = run == 0 ? tensor_to_device(empty_tensor(dtype, rows, C)) : (Tensor){0};
+        float *on_gpu = floats_to_device(take_floats(rows), rows);
+        cuda_squared_error(on_gpu, dout, tensor_to_device(out), tensor_to_device(target), scale);
+        losses[run] = floats_to_host(on_gpu, rows);
         if (run > 0) continue;
-        check_same_tensor(download_tensor(dout), expected); // a difference and a product leave no choice
-        check_padding(download_tensor(dout));
+        check_same_tensor(tensor_to_host(dout), expected); // a difference and a product leave no choice
+        check_padding(tensor_to_host(dout));
     }
     check_same_floats(losses[0], losses[1], rows);
     Check check = {0};
@@ -896,11 +832,11 @@ static void check_kl_divergence(Format dtype, Format target_dtype, int64_t rows,
     float *wanted = take_floats(rows), *losses[2];
     cpu_kl_divergence(wanted, expected, logits, targets, scale);
     for (int run = 0; run < 2; run++) { // the second without gradients
-        Tensor on_gpu = run == 0 ? tensor_on_device(empty_tensor(dtype, rows, C)) : (Tensor){0};
-        float *device_losses = floats_on_device(take_floats(rows), rows);
-        cuda_kl_divergence(device_losses, on_gpu, tensor_on_device(logits), tensor_on_device(targets), scale);
-        losses[run] = download_floats(device_losses, rows);
-        if (run == 0) dlogits = download_tensor(on_gpu);
+        Tensor on_gpu = run == 0 ? tensor_to_device(empty_tensor(dtype, rows, C)) : (Tensor){0};
+        float *device_losses = floats_to_device(take_floats(rows), rows);
+        cuda_kl_divergence(device_losses, on_gpu, tensor_to_device(logits), tensor_to_device(targets), scale);
+        losses[run] = floats_to_host(device_losses, rows);
+        if (run == 0) dlogits = tensor_to_host(on_gpu);
     }
     check_same_floats(losses[0], losses[1], rows);
     check_padding(dlogits);
@@ -964,11 +900,11 @@ static void check_adamw(int64_t count, size_t shift) {
     for (int run = 0; run < 2; run++) {
         float *on_gpu[4];
         for (int i = 0; i < 4; i++) {
-            on_gpu[i] = on_device_shifted(before[i], bytes, shift);
+            on_gpu[i] = to_device_at(before[i], bytes, shift);
         }
         cuda_adamw(update_of(on_gpu, count, factors));
         for (int i = 0; i < 4; i++) {
-            result[run][i] = download_floats(on_gpu[i], count);
+            result[run][i] = floats_to_host(on_gpu[i], count);
             if (run == 1) check_same_floats(result[0][i], result[1][i], count);
         }
     }
@@ -1010,11 +946,11 @@ static void check_sgd(int64_t count, size_t shift, bool has_moment) {
     for (int run = 0; run < 2; run++) {
         float *on_gpu[3];
         for (int i = 0; i < 3; i++) {
-            on_gpu[i] = on_device_shifted(before[i], bytes, shift);
+            on_gpu[i] = to_device_at(before[i], bytes, shift);
         }
         cuda_sgd(on_gpu[0], has_moment ? on_gpu[1] : NULL, on_gpu[2], count, options);
         for (int i = 0; i < 3; i++) {
-            result[run][i] = download_floats(on_gpu[i], count);
+            result[run][i] = floats_to_host(on_gpu[i], count);
             if (run == 1) check_same_floats(result[0][i], result[1][i], count);
         }
     }
@@ -1052,8 +988,8 @@ static void check_sums(int64_t count, size_t shift) {
         magnitude += fabsf(values[i]);
     }
     double sum = cpu_sum(values, count), squares = cpu_sum_of_squares(values, count);
-    const float *on_gpu = on_device_shifted(values, (size_t)count * sizeof(float), shift);
-    const float *others_on_gpu = on_device(others, (size_t)count * sizeof(float));
+    const float *on_gpu = to_device_at(values, (size_t)count * sizeof(float), shift);
+    const float *others_on_gpu = to_device(others, (size_t)count * sizeof(float));
     double result[] = {cuda_sum(on_gpu, count), cuda_sum_of_squares(on_gpu, count),
                        cuda_squared_distance(on_gpu, others_on_gpu, count)};
     assert_true(cuda_sum(on_gpu, count) == result[0] && cuda_sum_of_squares(on_gpu, count) == result[1]);
@@ -1091,7 +1027,7 @@ static void test_digest(void **state) {
         if (i == 2) *last = nextafterf(*last, 9);
         if (i == 3) last[-1] = values[0], values[0] = last[-2], last[-2] = last[-1]; // moved
         if (i >= 4) memset(values, i == 4 ? 0 : 0xFF, sizeof(values));               // NaN
-        t.data = floats_on_device(values, ALL);
+        t.data = floats_to_device(values, ALL);
         digests[i] = cuda_digest(t);
         assert_true(cuda_digest(t) == digests[i]);
         release_all();
@@ -1109,7 +1045,7 @@ static void test_scrambled(void **state) {
     for (int64_t i = 0; i < ALL; i++) {
         before[i] = i % 7 == 0 ? (uint16_t)(i % 2 << 15) : i % 11 == 0 ? 0x7F80 : (uint16_t)(0x3F80 + i % 3 * 0x80);
     }
-    Tensor t = tensor_make(on_device(before, sizeof(before)), FORMAT_BF16, ROWS, COLS);
+    Tensor t = tensor_make(to_device(before, sizeof(before)), FORMAT_BF16, ROWS, COLS);
     t.stride = COLS + GAP;
     int64_t changed = 0, normal = 0;
     cuda_scramble(t);
@@ -1138,7 +1074,7 @@ static void test_scrambled_codes(void **state) {
         for (int64_t i = 0; i < ALL; i++) {
             before[i] = (uint8_t)(i % 3 ? 0x38 : i);
         }
-        uint8_t *codes = on_device(before, sizeof(before));
+        uint8_t *codes = to_device(before, sizeof(before));
         int64_t changed = 0;
         cuda_scramble_codes(codes, ROWS, COLS, COLS + GAP, format);
         cuda_copy_to_host(after, codes, sizeof(after));
@@ -1168,8 +1104,8 @@ static void test_accumulate(void **state) {
             float *sum = take_floats(count), *values = take_floats(count), *result = take_floats(count);
             fill_floats(sum, count, 1);
             fill_floats(values, count, 1);
-            float *on_gpu = on_device_shifted(sum, (size_t)count * sizeof(float), shift);
-            cuda_accumulate(on_gpu, on_device_shifted(values, (size_t)count * sizeof(float), 0), count);
+            float *on_gpu = to_device_at(sum, (size_t)count * sizeof(float), shift);
+            cuda_accumulate(on_gpu, to_device_at(values, (size_t)count * sizeof(float), 0), count);
             cpu_accumulate(sum, values, count);
             backend->copy_to_host(result, on_gpu, (size_t)count * sizeof(float));
             check_same_floats(result, sum, count);
@@ -1180,10 +1116,10 @@ static void test_accumulate(void **state) {
 
 static void check_combine(Format out_dtype, Format x_dtype, Format y_dtype, int64_t rows, int64_t cols) {
     Tensor x = normal_tensor(x_dtype, rows, cols, 1), y = normal_tensor(y_dtype, rows, cols, 1);
-    Tensor expected = empty_tensor(out_dtype, rows, cols), device_out = tensor_on_device(expected);
+    Tensor expected = empty_tensor(out_dtype, rows, cols), device_out = tensor_to_device(expected);
     cpu_combine(expected, 3.4445f, x, -0.5f, y);
-    cuda_combine(device_out, 3.4445f, tensor_on_device(x), -0.5f, tensor_on_device(y));
-    Tensor result = download_tensor(device_out);
+    cuda_combine(device_out, 3.4445f, tensor_to_device(x), -0.5f, tensor_to_device(y));
+    Tensor result = tensor_to_host(device_out);
     check_padding(result);
     Check check = {0};
     for (int64_t i = 0; i < rows * cols; i++) {
@@ -1216,9 +1152,9 @@ static void check_hadamard(Format dtype, Axis axis, int64_t rows, int64_t cols, 
     h.minus[1] = 0x12345678u;
     h.minus[3] = 0x9ABCDEF0u;
     cpu_hadamard(expected, in, axis, h);
-    Tensor device_out = tensor_on_device(copy_tensor(in));
-    cuda_hadamard(device_out, tensor_on_device(in), axis, h);
-    Tensor result = download_tensor(device_out);
+    Tensor device_out = tensor_to_device(copy_tensor(in));
+    cuda_hadamard(device_out, tensor_to_device(in), axis, h);
+    Tensor result = tensor_to_host(device_out);
     for (int64_t row = 0; row < rows; row++) {
         size_t at = (size_t)(row * in.stride) * dtype_size(dtype);
         assert_memory_equal((char *)result.data + at, (char *)expected.data + at,
@@ -1247,7 +1183,7 @@ static void test_hadamard(void **state) {
 
 // Row `bad` is NaN throughout, or somewhere; other rows have none.
 static void check_nan_row(Tensor device, int64_t bad, bool everywhere) {
-    Tensor t = download_tensor(device);
+    Tensor t = tensor_to_host(device);
     for (int64_t r = 0; r < t.rows; r++) {
         int64_t nans = 0;
         for (int64_t c = 0; c < t.cols; c++) {
@@ -1265,10 +1201,10 @@ static void test_nan(void **state) {
         FOR_EACH_GAP {
             LayernormCase l = make_layernorm_case(dtype, ROWS, C);
             tensor_set(l.input, BAD, 50, NAN);
-            Tensor input = tensor_on_device(l.input), dout = tensor_on_device(l.dout);
-            Tensor dinput = tensor_on_device(l.dinput), out = tensor_on_device(empty_tensor(dtype, ROWS, C));
+            Tensor input = tensor_to_device(l.input), dout = tensor_to_device(l.dout);
+            Tensor dinput = tensor_to_device(l.dinput), out = tensor_to_device(empty_tensor(dtype, ROWS, C));
             NormParams norm = norm_on_device(&l);
-            float *dweight = floats_on_device(l.dweight, C), *dbias = floats_on_device(l.dbias, C);
+            float *dweight = floats_to_device(l.dweight, C), *dbias = floats_to_device(l.dbias, C);
             cuda_layernorm_forward(out, (Tensor){0}, input, (Tensor){0}, norm);
             check_nan_row(out, BAD, true);
             for (Activation activation = ACTIVATION_GELU; activation < ACTIVATION_SWIGLU; activation++) {
@@ -1280,27 +1216,27 @@ static void test_nan(void **state) {
             }
             cuda_layernorm_forward((Tensor){0}, out, dout, input, norm); // a NaN in the residual
             check_nan_row(out, BAD, false);
-            assert_true(isnan(download_floats(norm.mean, ROWS)[BAD]) && isnan(download_floats(norm.rstd, ROWS)[BAD]));
+            assert_true(isnan(floats_to_host(norm.mean, ROWS)[BAD]) && isnan(floats_to_host(norm.rstd, ROWS)[BAD]));
             cuda_layernorm_forward(out, (Tensor){0}, input, (Tensor){0}, norm);
             give_workspace(ROWS, C);
             cuda_layernorm_backward(dinput, dweight, dbias, dout, input, norm);
             check_nan_row(dinput, BAD, true);
-            dweight = download_floats(dweight, C);
+            dweight = floats_to_host(dweight, C);
             assert_true(isnan(dweight[50]) && isnan(dweight[0])); // through the row's mean
 
             int32_t targets[ROWS] = {0};
             Tensor logits = normal_tensor(FORMAT_FP32, ROWS, C, 1);
             tensor_set(logits, BAD, 7, NAN);
-            float *losses = floats_on_device(l.mean, ROWS);
-            cuda_classifier(losses, out, tensor_on_device(logits), on_device(targets, sizeof(targets)), 1);
+            float *losses = floats_to_device(l.mean, ROWS);
+            cuda_classifier(losses, out, tensor_to_device(logits), to_device(targets, sizeof(targets)), 1);
             check_nan_row(out, BAD, true);
-            losses = download_floats(losses, ROWS);
+            losses = floats_to_host(losses, ROWS);
             for (int r = 0; r < ROWS; r++) {
                 assert_true(isnan(losses[r]) == (r == BAD));
             }
             float bad[] = {1, NAN, 2};
-            assert_true(isnan(cuda_sum(floats_on_device(bad, 3), 3)));
-            assert_true(isnan(cuda_sum_of_squares(floats_on_device(bad, 3), 3)));
+            assert_true(isnan(cuda_sum(floats_to_device(bad, 3), 3)));
+            assert_true(isnan(cuda_sum_of_squares(floats_to_device(bad, 3), 3)));
             release_all();
         }
     }

@@ -7,9 +7,8 @@ Then dequantize, convert, the swizzle, codes transposed and packed, and the stat
 runtime is called: the same test runs on a GPU and over dev/hostcuda.
 */
 #include <float.h>
-#include "check.h"
+#include "device.h"
 #include "llmc/cpu/cpu.h"
-#include "llmc/cuda/cuda.h"
 
 #define FOR_EACH_MX_FORMAT(format) for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++)
 #define FOR_EACH_ROUNDING(rounding) \
@@ -22,72 +21,6 @@ static const int64_t SHAPES[][2] = {{1, 1},    {31, 33},   {32, 32},   {100, 257
                                     {65, 8},   {7, 520},   {300, 3},   {128, 1544}, {2, 4096}, {3, 5000},
                                     {1, 2056}, {2001, 16}, {130, 300}, {128, 4096}};
 enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
-
-// -------------------------------------------------------------------------------------------------
-// Device memory: filled and guarded as check.h's pool
-
-static struct {
-    uint8_t *memory;
-    size_t bytes;
-} device_pool[POOL_CAPACITY];
-static int device_count;
-
-static void fetch(void *host, const void *device, size_t bytes) {
-    cuda_check(cudaDeviceSynchronize(), "running a kernel");
-    cuda_check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copying from the GPU");
-}
-
-// `misalignment` bytes past a multiple of 64.
-static void *device_take_at(size_t bytes, size_t misalignment) {
-    assert_true(device_count < POOL_CAPACITY);
-    size_t all = bytes + 2 * GUARD_BYTES + misalignment;
-    uint8_t *host = test_malloc(all), *memory = NULL;
-    memset(host, GUARD, all);
-    memset(host + GUARD_BYTES + misalignment, UNWRITTEN, bytes);
-    cuda_check(cudaMalloc((void **)&memory, all), "allocating memory of the GPU");
-    cuda_check(cudaMemcpy(memory, host, all, cudaMemcpyHostToDevice), "copying to the GPU");
-    test_free(host);
-    device_pool[device_count].memory = memory;
-    device_pool[device_count++].bytes = all;
-    return memory + GUARD_BYTES + misalignment;
-}
-
-static void *device_take(size_t bytes) { return device_take_at(bytes, 0); }
-
-static void *to_device(const void *host, size_t bytes) {
-    void *memory = device_take(bytes);
-    cuda_check(cudaMemcpy(memory, host, bytes, cudaMemcpyHostToDevice), "copying to the GPU");
-    return memory;
-}
-
-static Tensor tensor_to_device(Tensor t) {
-    t.data = to_device(t.data, tensor_bytes(t));
-    return t;
-}
-
-static Tensor tensor_to_host(Tensor t) {
-    Tensor host = t;
-    host.data = pool_take(tensor_bytes(t));
-    fetch(host.data, t.data, tensor_bytes(t));
-    return host;
-}
-
-static void release_all(void) {
-    bool intact = true;
-    while (device_count > 0) {
-        device_count--;
-        size_t bytes = device_pool[device_count].bytes;
-        uint8_t guards[2][GUARD_BYTES];
-        fetch(guards[0], device_pool[device_count].memory, GUARD_BYTES);
-        fetch(guards[1], device_pool[device_count].memory + bytes - GUARD_BYTES, GUARD_BYTES);
-        for (size_t i = 0; i < GUARD_BYTES; i++) {
-            intact = intact && guards[0][i] == GUARD && guards[1][i] == GUARD;
-        }
-        cuda_check(cudaFree(device_pool[device_count].memory), "freeing memory of the GPU");
-    }
-    pool_release();
-    if (!intact) fail_msg("the GPU's memory outside a tensor was written");
-}
 
 static Encoding encoding; // of all copies
 
@@ -178,7 +111,7 @@ static QuantizedTensor device_scaled(Scaling scaling, Format format, QuantizedFo
 static void check_bytes(const uint8_t *device, const uint8_t *expected, int64_t count, const char *what,
                         const QuantizedTensor *q) {
     uint8_t *values = test_malloc((size_t)count);
-    fetch(values, device, (size_t)count);
+    download(values, device, (size_t)count);
     for (int64_t i = 0; i < count; i++) {
         if (values[i] == expected[i]) continue;
         fail_msg("%s %lld of a %lld x %lld tensor, format %d, axis %d: 0x%02X, not 0x%02X", what, (long long)i,
@@ -190,7 +123,7 @@ static void check_bytes(const uint8_t *device, const uint8_t *expected, int64_t 
 // Decoded values: any NaN is as good as another.
 static void check_decoded(const QuantizedTensor *device, const QuantizedTensor *expected) {
     uint16_t *values = test_malloc(element_bytes(device));
-    fetch(values, device->elements, element_bytes(device));
+    download(values, device->elements, element_bytes(device));
     for (int64_t i = 0; i < device->rows * device->cols; i++) {
         uint16_t value = values[i], wanted = ((const uint16_t *)expected->elements)[i];
         if (value == wanted || (isnan(mx_from_bf16(value)) && isnan(mx_from_bf16(wanted)))) continue;
@@ -213,7 +146,7 @@ static void check_quantized(const QuantizedTensor *device, const QuantizedTensor
 static void check_kept_scales(const QuantizedTensor *device, const QuantizedTensor *expected) {
     size_t bytes = scaled_scale_bytes(expected->scaling, FORM_PLAIN, expected->axis, expected->rows, expected->cols);
     uint8_t *scales = test_malloc(bytes + 1);
-    fetch(scales, device->scales, bytes);
+    download(scales, device->scales, bytes);
     for (int64_t i = 0; i < scaling_num_blocks(expected->scaling, expected->axis, expected->rows, expected->cols);
          i++) {
         float scale = scaling_kept_value(expected->scaling, scales, i);
@@ -237,14 +170,14 @@ static void check_scaled(const QuantizedTensor *device, const QuantizedTensor *e
     }
     if (!expected->factor) return;
     float factor;
-    fetch(&factor, device->factor, sizeof(factor));
+    download(&factor, device->factor, sizeof(factor));
     if (mx_float_bits(factor) != mx_float_bits(*expected->factor) && !(isnan(factor) && isnan(*expected->factor))) {
         fail_msg("the factor of a %lld x %lld tensor, scaling %d, format %d: %a, not %a", (long long)device->rows,
                  (long long)device->cols, device->scaling, device->format, factor, *expected->factor);
     }
     if (!expected->delayed.amax) return;
     uint32_t amax;
-    fetch(&amax, device->delayed.amax, sizeof(amax));
+    download(&amax, device->delayed.amax, sizeof(amax));
     if (isnan(mx_bits_float(amax)) && isnan(mx_bits_float(*expected->delayed.amax))) return;
     assert_int_equal(amax, *expected->delayed.amax);
 }
@@ -662,7 +595,7 @@ static void test_rows_of_a_whole(void **state) {
         uint32_t amax, found = 7, *on_gpu = to_device(&found, sizeof(found));
         cpu_amax(&amax, whole);
         cuda_amax(on_gpu, tensor_to_device(whole));
-        fetch(&found, on_gpu, sizeof(found));
+        download(&found, on_gpu, sizeof(found));
         assert_int_equal(found, amax);
         assert_true((amax < 0x7F800000u) == is_finite);
         FOR_EACH_AXIS(axis) {
@@ -677,7 +610,7 @@ static void test_rows_of_a_whole(void **state) {
             check_scaled(&copy, &expected);
         }
         cuda_amax(on_gpu, tensor_rows(tensor_to_device(whole), 0, 0));
-        fetch(&found, on_gpu, sizeof(found));
+        download(&found, on_gpu, sizeof(found));
         assert_int_equal(found, 0);
         release_all();
     }
@@ -973,9 +906,7 @@ typedef struct {
 } SourceCase;
 
 static float *device_floats(const float *host, int64_t count, size_t misalignment) {
-    float *memory = device_take_at((size_t)count * sizeof(float), misalignment);
-    cuda_check(cudaMemcpy(memory, host, (size_t)count * sizeof(float), cudaMemcpyHostToDevice), "copying to the GPU");
-    return memory;
+    return to_device_at(host, (size_t)count * sizeof(float), misalignment);
 }
 
 static float *random_device_floats(int64_t count, bool positive, size_t misalignment) {
@@ -1173,14 +1104,14 @@ static void test_scaled_sources(void **state) {
 
 static float *copy_on_device(const float *device, int64_t count, size_t misalignment) {
     float *host = take_floats(count);
-    fetch(host, device, (size_t)count * sizeof(float));
+    download(host, device, (size_t)count * sizeof(float));
     return device_floats(host, count, misalignment);
 }
 
 static void check_same_device_floats(const float *a, const float *b, int64_t count) {
     float *host[2] = {take_floats(count), take_floats(count)};
-    fetch(host[0], a, (size_t)count * sizeof(float));
-    fetch(host[1], b, (size_t)count * sizeof(float));
+    download(host[0], a, (size_t)count * sizeof(float));
+    download(host[1], b, (size_t)count * sizeof(float));
     check_same_floats(host[0], host[1], count);
 }
 
@@ -1206,7 +1137,7 @@ static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols
     QuantizedForm form = scaling == SCALING_BLOCK128_FP32 ? FORM_PLAIN : FORM_DECODED;
     FOR_EACH_AXIS(axis) copies[axis] = device_scaled(scaling, format, form, axis, rows, cols, 0);
     cuda_quantize(&copies[0], &copies[1], source, SCALE_RCEIL);
-    fetch(after, source.sums, (size_t)cols * sizeof(float));
+    download(after, source.sums, (size_t)cols * sizeof(float));
     for (int64_t col = 0; col < cols; col++) {
         double sum = before[col], magnitude = fabs(sum);
         for (int64_t row = 0; row < rows; row++) {
