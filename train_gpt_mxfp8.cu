@@ -544,7 +544,7 @@ static void load_amaxes(GPT *model, const char *directory) {
 static void start_run(Run *run) {
     const Plan *p = run->plan;
     gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
-    run->recipe = recipe_schedule_before(&p->recipes, run->state.step);
+    run->recipe = p->first_phase;
     const char *weights = p->checkpoint ? p->checkpoint : p->line.settings.init_from;
     if (!weights) gpt_init(&run->model, (GPTInit)p->line.settings.init, (uint64_t)p->line.settings.seed);
     if (weights) checkpoint_load_weights(&run->model, weights, OR_DIE);

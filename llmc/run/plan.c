@@ -228,27 +228,12 @@ static void plan_ranks(Plan *p) {
     }
 }
 
-// Returns the first phase of the recipe schedule that this call of the program computes with.
-static int first_phase(const Plan *p) { return recipe_schedule_before(&p->recipes, p->start.step); }
-
-// Returns the end of those phases.
-static int end_phase(const Plan *p) { return given_model(&p->line.settings) ? first_phase(p) + 1 : p->recipes.count; }
-
-// Returns the scalings that those phases' recipes have, bits 1 << Scaling.
-static unsigned used_scalings(const Plan *p) {
-    unsigned scalings = 0;
-    for (int i = first_phase(p); i < end_phase(p); i++) {
-        scalings |= recipe_scalings(&p->recipes.phases[i].recipe);
-    }
-    return scalings;
-}
-
 // Compares what a device multiplies natively of the run's recipes with the emulation, before it is
 // trusted, and before memory is planned, since operands have other forms for the emulation. Ranks
 // are all native or none.
 static void check_native(Plan *p) {
     if (p->card) return;
-    SelfCheck seen = p->backend->self_check(used_scalings(p), p->native_check, sizeof(p->native_check));
+    SelfCheck seen = p->backend->self_check(p->scalings, p->native_check, sizeof(p->native_check));
     if (!comm_any(p->comm, seen != SELF_CHECK_PASSED)) return;
     if (comm_any(p->comm, seen == SELF_CHECK_FAILED)) {
         die("GEMMs of quantized operands can't be trusted on this GPU: %s; use --device cpu",
@@ -309,7 +294,12 @@ static void plan_recipe(Plan *p) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
         p->sharding.unit = max_int64(p->sharding.unit, recipe_shard_unit(recipe));
     }
-    p->recipe = p->recipes.phases[first_phase(p)].recipe;
+    p->first_phase = recipe_schedule_before(&p->recipes, p->start.step);
+    p->end_phase = given_model(&p->line.settings) ? p->first_phase + 1 : p->recipes.count;
+    for (int i = p->first_phase; i < p->end_phase; i++) {
+        p->scalings |= recipe_scalings(&p->recipes.phases[i].recipe);
+    }
+    p->recipe = p->recipes.phases[p->first_phase].recipe;
     check_adjustments(p);
     p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
 }
@@ -529,7 +519,7 @@ static void check_gemms(const Plan *p) {
     const Settings *s = &p->line.settings;
     int64_t rows = p->B * p->T;
     bool trains = !given_model(s), asks = !trains || s->sample_every || s->eval_requests;
-    for (int i = first_phase(p); i < end_phase(p); i++) {
+    for (int i = p->first_phase; i < p->end_phase; i++) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
         if (trains) gpt_check_gemms(&p->config, recipe, p->backend, rows, rows, true, OR_DIE);
         if (asks || s->val_data) {
@@ -799,7 +789,7 @@ size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
 // Returns the bytes of the host's memory that masters and moments take while the recipe is
 // switched.
 static double switched_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
-    if (first_phase(p) + 1 >= p->recipes.count) return 0;
+    if (p->first_phase + 1 >= p->recipes.count) return 0;
     return (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
 }
 
@@ -842,11 +832,10 @@ static bool fits(const Plan *p) {
     return total + plan_staging_bytes(p, by_kind) <= plan_available_bytes(p);
 }
 
-// Returns whether GEMMs decode operands of one of those scalings.
+// Returns whether GEMMs decode operands of one of the run's scalings.
 static bool decodes_any(const Plan *p) {
-    unsigned scalings = used_scalings(p);
     for (int i = 0; i < NUM_SCALINGS; i++) {
-        if (scalings >> i & 1 && p->backend->quantized_form((Scaling)i, AXIS_ROWWISE, true) == FORM_DECODED)
+        if (p->scalings >> i & 1 && p->backend->quantized_form((Scaling)i, AXIS_ROWWISE, true) == FORM_DECODED)
             return true;
     }
     return false;
@@ -909,7 +898,7 @@ static void check_memory(const Plan *p) {
 // Refuses a switch of recipes between which ranks would have to exchange masters and moments, which
 // stay where they are.
 static void check_switches(const Plan *p) {
-    for (int i = first_phase(p) + 1; i < p->recipes.count; i++) {
+    for (int i = p->first_phase + 1; i < p->recipes.count; i++) {
         const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;
         if (comm_any(p->comm, !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding))) {
             die("--recipe-at %s: ranks would have to exchange masters and moments, which recipe %s shards in another "

@@ -17,8 +17,10 @@ typedef struct {
     CommandLine line; // the settings; of a resumed run those that it had, where the command line has none
     GPTConfig config;
     RecipeSchedule recipes;
-    Recipe recipe;          // that the run begins or goes on with
-    Recipe previous_recipe; // of a resumed run: of its last step
+    int first_phase, end_phase; // of recipes, that this call of the program computes with
+    unsigned scalings;          // of these: bits 1 << Scaling
+    Recipe recipe;              // that the run begins or goes on with
+    Recipe previous_recipe;     // of a resumed run: of its last step
     const Backend *backend;
     Comm *comm;
     int ranks_here;             // of comm, on this machine

@@ -71,7 +71,7 @@ void report_model(const Plan *p) {
     print_shape(p);
     print_documents(p);
     print_recipe(p, &p->recipe);
-    for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
+    for (int i = p->first_phase + 1; i < p->recipes.count; i++) {
         printf("from step %ld on\n", p->recipes.phases[i].first_step);
         print_recipe(p, &p->recipes.phases[i].recipe);
     }
