@@ -64,13 +64,6 @@ void plan_measure(Plan *plan);
 // Returns the number of sequences that all ranks train on in a step.
 int64_t plan_samples_per_step(const Plan *plan);
 
-// Returns the bytes of memory that a rank has.
-double plan_available_bytes(const Plan *plan);
-
-// Returns the bytes that a run takes of them beside plan_memory's `by_kind`, at times: on a CPU; on
-// a GPU they are the host's.
-double plan_staging_bytes(const Plan *plan, const size_t by_kind[NUM_MEMORY_KINDS]);
-
 // Returns the number of sequences that a run of known length is trained on, those before its
 // checkpoint in steps of whatever size.
 int64_t plan_samples_of_run(const Plan *plan);
@@ -78,7 +71,3 @@ int64_t plan_samples_of_run(const Plan *plan);
 // Returns the step at which a run will have seen so many tokens, those before its checkpoint in
 // steps of whatever size.
 int64_t plan_steps_of_tokens(const Plan *plan, int64_t tokens);
-
-// Writes the run's bytes with micro-batches of B: those of the largest of the recipes that it has
-// before it. Returns their sum.
-size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *plan, int64_t B);

@@ -1,4 +1,5 @@
 #include "report.h"
+#include "plan_memory.h"
 #include "llmc/model/profile.h"
 #include "llmc/base/system.h" // system_cpu_name
 
