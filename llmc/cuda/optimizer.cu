@@ -197,12 +197,22 @@ MX_FUNCTION double value(float a, float) { return a; }
 MX_FUNCTION double square(float a, float) { return (double)a * a; }
 MX_FUNCTION double squared_difference(float a, float b) { return ((double)a - b) * ((double)a - b); }
 
+// Adds up what a block's threads have and writes it to the block's place.
+template <typename T> static __device__ __forceinline__ void store_sum_of_block(T *sums, T sum) {
+    __shared__ T scratch[BLOCK];
+    scratch[threadIdx.x] = sum;
+    for (int half = BLOCK / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = scratch[0];
+}
+
 // A thread has the same elements in the same order whether they come as Packs or one by one.
 template <typename A, Term TERM>
 static __global__ void __launch_bounds__(BLOCK)
     sum_chunks(double *sums, const float *a, const float *b, int64_t count, int64_t size) {
     const int PACK = Pack<float>::SIZE;
-    __shared__ double scratch[BLOCK];
     int64_t first = blockIdx.x * size, end = first + size < count ? first + size : count;
     double sum = 0;
     int64_t i = first + threadIdx.x * PACK;
@@ -220,12 +230,7 @@ static __global__ void __launch_bounds__(BLOCK)
     for (; i < end; i++) { // what is left of the values, of one thread's Pack
         sum += TERM(a[i], b[i]);
     }
-    scratch[threadIdx.x] = sum;
-    for (int half = BLOCK / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
-    }
-    if (threadIdx.x == 0) sums[blockIdx.x] = scratch[0];
+    store_sum_of_block(sums, sum);
 }
 
 template <Term TERM> static double sum_of(const float *a, const float *b, int64_t count) {
@@ -267,19 +272,13 @@ static __device__ __forceinline__ uint64_t mix_element(Tensor tensor, int64_t ro
 
 // Each block adds up, without carry, what its rows give.
 static __global__ void __launch_bounds__(BLOCK) digest_rows(uint64_t *sums, Tensor tensor) {
-    __shared__ uint64_t scratch[BLOCK];
     uint64_t sum = 0;
     for (int64_t row = blockIdx.x; row < tensor.rows; row += MAX_CHUNKS) {
         for (int64_t col = threadIdx.x; col < tensor.cols; col += BLOCK) {
             sum += mix_element(tensor, row, col);
         }
     }
-    scratch[threadIdx.x] = sum;
-    for (int half = BLOCK / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
-    }
-    if (threadIdx.x == 0) sums[blockIdx.x] = scratch[0];
+    store_sum_of_block(sums, sum);
 }
 
 uint64_t cuda_digest(Tensor tensor) {
