@@ -81,16 +81,15 @@ bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, cons
 
 static bool is_fp8(Format format) { return format == FORMAT_E4M3 || format == FORMAT_E5M2; }
 
-bool cuda_gemm_has_native_formats(Scaling scaling, Format a, Format b, const char **why) {
-    *why = NULL;
+// Returns why devices that multiply operands of a scaling natively don't with these formats of
+// elements; NULL: they do.
+static const char *why_not_formats(Scaling scaling, Format a, Format b) {
     if (scaling_is_nvfp4(scaling)) {
-        if (a != FORMAT_E2M1 || b != FORMAT_E2M1) *why = "NVFP4 operands other than E2M1 are multiplied in BF16";
-    } else if (!is_fp8(a) || !is_fp8(b)) {
-        *why = "operands other than FP8 are multiplied in BF16";
-    } else if (a == FORMAT_E5M2 && b == FORMAT_E5M2) {
-        *why = "both operands are E5M2";
+        bool is_both = a == FORMAT_E2M1 && b == FORMAT_E2M1;
+        return is_both ? NULL : "NVFP4 operands other than E2M1 are multiplied in BF16";
     }
-    return !*why;
+    if (!is_fp8(a) || !is_fp8(b)) return "operands other than FP8 are multiplied in BF16";
+    return a == FORMAT_E5M2 && b == FORMAT_E5M2 ? "both operands are E5M2" : NULL;
 }
 
 GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options) {
@@ -128,7 +127,7 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
     if (!is_nvfp4 && (encoding_prescale(&a.quantized.encoding) != 1 || encoding_prescale(&b.quantized.encoding) != 1)) {
         return "products over prescales are multiplied in BF16";
     }
-    if (!cuda_gemm_has_native_formats(scaling, a.quantized.format, b.quantized.format, &why)) return why;
+    if ((why = why_not_formats(scaling, a.quantized.format, b.quantized.format))) return why;
     if (options.transpose_a && options.transpose_b) return "both operands are transposed";
     if (scaling_is_block128(scaling) && is_square(a) && is_square(b)) return "both operands have square blocks";
     if ((scaling == SCALING_MX || is_nvfp4) && !is_multiple(s.K, 32)) return "K isn't a multiple of 32";

@@ -33,10 +33,6 @@ GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options);
 // it does with some operands first; to NULL if it takes all as they are.
 bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why);
 
-// Returns true if devices that multiply operands of a scaling natively do so with these formats of
-// elements. Else sets `why` to a clause.
-bool cuda_gemm_has_native_formats(Scaling scaling, Format a, Format b, const char **why);
-
 // Returns true if a native GEMM takes both operands only with their rows along K, NVFP4's two codes
 // to a byte. Codes that aren't stored so (FORM_TRANSPOSED) are transposed first: their blocks run
 // along K then too, and the swizzled scales of the transpose are the same bytes.
