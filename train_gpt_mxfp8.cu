@@ -101,7 +101,7 @@ static void validate(Run *run) {
     int64_t windows = p->val.num_windows, steps = p->line.settings.val_steps;
     if (steps > 0 && steps <= windows / p->B) windows = steps * p->B;
     for (int64_t first = p->comm->rank * p->B; first < windows; first += p->comm->size * p->B) {
-        int64_t count = windows - first < p->B ? windows - first : p->B;
+        int64_t count = min_int64(windows - first, p->B);
         if (stops_now(run)) break;
         check(run, dataloader_batch(&p->val, first, count, run->tokens, run->targets, &error), &error);
         if (run->logger.failed) break;

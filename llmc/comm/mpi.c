@@ -229,7 +229,7 @@ static CommRange piece_of(CommRange range, int64_t piece, int64_t length) {
 static int64_t num_pieces(const CommRange *ranges, int size, int64_t length) {
     int64_t longest = 0;
     for (int rank = 0; rank < size; rank++) {
-        longest = ranges[rank].count > longest ? ranges[rank].count : longest;
+        longest = max_int64(longest, ranges[rank].count);
     }
     return (longest + length - 1) / length;
 }
@@ -375,7 +375,7 @@ static void describe_comm(Comm *comm) {
 
 static void allocate_buffers(MpiComm *mpi, const CommOptions *options) {
     int64_t piece = SCRATCH_BYTES / mpi->comm.size / 64 * 64;
-    piece = piece < SMALLEST_PIECE ? SMALLEST_PIECE : piece > LARGEST_PIECE ? LARGEST_PIECE : piece;
+    piece = max_int64(SMALLEST_PIECE, min_int64(piece, LARGEST_PIECE));
     mpi->piece_bytes = options->piece_bytes > 0 ? (options->piece_bytes + 15) / 16 * 16 : piece;
     size_t count = (size_t)mpi->comm.size;
     mpi->processes = allocate(count * sizeof(*mpi->processes));

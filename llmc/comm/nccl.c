@@ -295,8 +295,7 @@ static void allocate_pieces(NcclComm *nccl) {
 
 // Returns how many elements of a range lie in the piece that begins at its element `at`.
 static int64_t piece_count(const NcclComm *nccl, CommRange range, int64_t at) {
-    int64_t left = range.count - at;
-    return left < 0 ? 0 : left < nccl->piece ? left : nccl->piece;
+    return max_int64(0, min_int64(range.count - at, nccl->piece));
 }
 
 // Rounds this rank's addends of the piece at `at` of every range to BF16.
@@ -347,7 +346,7 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
     if (!nccl->sent) allocate_pieces(nccl);
     int64_t longest = 0;
     for (int rank = 0; rank < nccl->comm.size; rank++) {
-        longest = ranges[rank].count > longest ? ranges[rank].count : longest;
+        longest = max_int64(longest, ranges[rank].count);
     }
     for (int64_t at = 0; at < longest; at += nccl->piece) {
         round_pieces(nccl, values, ranges, at);
@@ -406,7 +405,7 @@ static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
     int64_t bytes = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         int64_t last = ranges[rank].offset + ranges[rank].count;
-        bytes = last > bytes ? last : bytes;
+        bytes = max_int64(bytes, last);
     }
     if (bytes > nccl->staging_bytes) {
         cuda_check(cudaFree(nccl->staging), "freeing memory of the GPU");

@@ -99,7 +99,7 @@ static void round_row(Tensor block, int64_t i, float factor, Keys seen, Format d
     const float *row = cpu_at(block, i, 0);
     Tensor rounded = rounded_in_place(block, dtype);
     for (int64_t j = seen.begin; j < seen.end; j += CPU_SLAB) {
-        int64_t count = seen.end - j < CPU_SLAB ? seen.end - j : CPU_SLAB;
+        int64_t count = min_int64(seen.end - j, CPU_SLAB);
         float scaled[CPU_SLAB];
         for (int64_t k = 0; k < count; k++) {
             scaled[k] = row[j + k] * factor;
@@ -136,7 +136,7 @@ static void head_forward(Tensor out, float *logsumexp, const Head *head, Attenti
     scratch_layout(&scratch, memory, out.dtype, shape);
     int64_t at_once = cpu_attention_rows(out.dtype);
     for (int64_t first = 0; first < out.rows; first += at_once) {
-        int64_t rows = out.rows - first < at_once ? out.rows - first : at_once;
+        int64_t rows = min_int64(out.rows - first, at_once);
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
         Tensor scores = part(scratch.scores, rows, k.rows);
@@ -191,7 +191,7 @@ static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows, int64_t 
 static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const Head *head, const Scratch *scratch) {
     int64_t at_once = cpu_attention_rows(dq.dtype);
     for (int64_t first = 0; first < dq.rows; first += at_once) {
-        int64_t rows = dq.rows - first < at_once ? dq.rows - first : at_once;
+        int64_t rows = min_int64(dq.rows - first, at_once);
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
         Tensor scores = part(scratch->scores, rows, k.rows), dprobs = part(scratch->dprobs, rows, k.rows);

@@ -4,7 +4,6 @@ The CPU's table of operations.
 #include "cpu.h"
 #include "onednn.h"
 #include "llmc/base/system.h" // system_available_memory
-#include "llmc/base/util.h"   // die
 
 #include <omp.h>
 #include <stdio.h>

@@ -5,6 +5,7 @@ rows of either dtype as FP32.
 #pragma once
 
 #include "llmc/backend.h"
+#include "llmc/base/util.h" // min_int64
 
 // Columns that one thread sums over all rows: four cache lines of BF16. Reductions over rows go by
 // slabs of columns, so that their order doesn't depend on the number of threads.

@@ -199,7 +199,7 @@ MX_FUNCTION bool decode_in_format(uint16_t *out, const QuantizedTensor *in, int6
 // returns how many: whole vectors and whole blocks of MX.
 static int64_t decode_by_vectors(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
     enum { STEP = 2 * WORDS > MX_BLOCK ? 2 * WORDS : MX_BLOCK };
-    int64_t whole = (count < CONVERT_COLS ? count : CONVERT_COLS) / STEP * STEP;
+    int64_t whole = min_int64(count, CONVERT_COLS) / STEP * STEP;
     bool done = false;
 #define DECODE(constant) done = decode_in_format(out, in, row, first, whole, constant)
     if (scaling_is_nvfp4(in->scaling)) {
@@ -222,7 +222,7 @@ static int64_t decode_by_vectors(uint16_t *out, const QuantizedTensor *in, int64
 
 void cpu_decode_row_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
     for (int64_t c = decode_by_vectors(out, in, row, first, count); c < count; c += CPU_SLAB) {
-        int64_t part = count - c < CPU_SLAB ? count - c : CPU_SLAB;
+        int64_t part = min_int64(count - c, CPU_SLAB);
         float x[CPU_SLAB];
         cpu_decode_row(x, in, row, first + c, part);
         cpu_store(out + c, FORMAT_BF16, x, part);
@@ -233,7 +233,7 @@ void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t row = 0; row < in->rows; row++) {
         for (int64_t first = 0; first < in->cols; first += CONVERT_COLS) {
-            int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS;
+            int64_t count = min_int64(in->cols - first, CONVERT_COLS);
             void *to = cpu_at(out, row, first);
             if (out.dtype == FORMAT_BF16) {
                 cpu_decode_row_to_bf16(to, in, row, first, count);
@@ -253,7 +253,7 @@ void cpu_convert(Tensor out, Tensor in) {
     for (int64_t row = 0; row < in.rows; row++) {
         for (int64_t first = 0; first < in.cols; first += CONVERT_COLS) {
             float x[CONVERT_COLS];
-            int64_t count = in.cols - first < CONVERT_COLS ? in.cols - first : CONVERT_COLS;
+            int64_t count = min_int64(in.cols - first, CONVERT_COLS);
             cpu_load(x, cpu_at(in, row, first), in.dtype, count);
             cpu_store(cpu_at(out, row, first), out.dtype, x, count);
         }
@@ -265,7 +265,7 @@ static void multiply(Tensor x, float factor) {
     for (int64_t row = 0; row < x.rows; row++) {
         for (int64_t first = 0; first < x.cols; first += CONVERT_COLS) {
             float values[CONVERT_COLS];
-            int64_t count = x.cols - first < CONVERT_COLS ? x.cols - first : CONVERT_COLS;
+            int64_t count = min_int64(x.cols - first, CONVERT_COLS);
             cpu_load(values, cpu_at(x, row, first), x.dtype, count);
             for (int64_t i = 0; i < count; i++) {
                 values[i] *= factor;

@@ -21,7 +21,7 @@ void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Ten
     int64_t C = dout.cols;
 #pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < C; first += CPU_SLAB) {
-        int64_t count = C - first < CPU_SLAB ? C - first : CPU_SLAB;
+        int64_t count = min_int64(C - first, CPU_SLAB);
         float d[CPU_SLAB];
         for (int64_t row = 0; row < dout.rows; row++) {
             cpu_load(d, cpu_at(dout, row, first), dout.dtype, count);

@@ -5,7 +5,6 @@ FP32 scales, which are decoded first.
 */
 #include "cpu.h"
 #include "onednn.h"
-#include "llmc/base/util.h" // die
 
 #include <omp.h>
 
@@ -98,7 +97,7 @@ void cpu_finish_product(Tensor d, Tensor product, float alpha, GemmOptions optio
     for (int64_t row = 0; row < d.rows; row++) {
         float *x = cpu_at(product, row, 0);
         for (int64_t i = 0; i < d.cols; i += CPU_SLAB) {
-            int64_t count = d.cols - i < CPU_SLAB ? d.cols - i : CPU_SLAB;
+            int64_t count = min_int64(d.cols - i, CPU_SLAB);
             float before[CPU_SLAB] = {0};
             if (options.accumulate) cpu_load(before, cpu_at(d, row, i), d.dtype, count);
             for (int64_t j = 0; j < count; j++) {
@@ -135,8 +134,8 @@ static void add_block(Tensor sum, Tensor product, const Scaled *a, const Scaled 
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t band = 0; band < sum.rows; band += BAND_ROWS) {
         for (int64_t col = 0; col < sum.cols; col += CPU_SLAB) {
-            int64_t rows = sum.rows - band < BAND_ROWS ? sum.rows - band : BAND_ROWS;
-            int64_t count = sum.cols - col < CPU_SLAB ? sum.cols - col : CPU_SLAB;
+            int64_t rows = min_int64(sum.rows - band, BAND_ROWS);
+            int64_t count = min_int64(sum.cols - col, CPU_SLAB);
             float scales[CPU_SLAB];
             block_scales(scales, b, k, col, count);
             for (int64_t row = band; row < band + rows; row++) {
@@ -164,7 +163,7 @@ static void sum_rows_by_block(Tensor sum, Tensor product, const Scaled *a, const
     int64_t K = a->by_row ? a->values.rows : a->values.cols, length = scaling_block(SCALING_BLOCK128_FP32);
     memset(sum.data, 0, (size_t)(sum.rows * sum.cols) * sizeof(float));
     for (int64_t k = 0; k < K; k += length) {
-        int64_t depth = K - k < length ? K - k : length;
+        int64_t depth = min_int64(K - k, length);
         cpu_matmul(product, part_of(a, k, depth, first, sum.rows), part_of(b, k, depth, 0, sum.cols), options);
         add_block(sum, product, a, b, first, k);
     }
@@ -172,7 +171,7 @@ static void sum_rows_by_block(Tensor sum, Tensor product, const Scaled *a, const
 
 static void gemm_by_block(Tensor d, const Scaled *a, const Scaled *b, float alpha, GemmOptions options, void *scratch) {
     for (int64_t row = 0; row < d.rows; row += BLOCK_ROWS) {
-        int64_t rows = d.rows - row < BLOCK_ROWS ? d.rows - row : BLOCK_ROWS;
+        int64_t rows = min_int64(d.rows - row, BLOCK_ROWS);
         Tensor sum = tensor_make(scratch, FORMAT_FP32, rows, d.cols);
         Tensor product = tensor_make((float *)scratch + BLOCK_ROWS * d.cols, FORMAT_FP32, rows, d.cols);
         sum_rows_by_block(sum, product, a, b, row);

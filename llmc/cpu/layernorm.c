@@ -82,7 +82,7 @@ static void input_gradient(Tensor dinput, Tensor dout, Tensor input, const NormP
 static void parameter_gradients(float *dweight, float *dbias, Tensor dout, Tensor input, const NormParams *norm) {
 #pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < input.cols; first += CPU_SLAB) {
-        int64_t count = input.cols - first < CPU_SLAB ? input.cols - first : CPU_SLAB;
+        int64_t count = min_int64(input.cols - first, CPU_SLAB);
         float weight_sum[CPU_SLAB] = {0}, bias_sum[CPU_SLAB] = {0}, x[CPU_SLAB], d[CPU_SLAB];
         for (int64_t row = 0; row < input.rows; row++) {
             cpu_load_column(x, input, row, first, count);

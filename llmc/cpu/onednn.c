@@ -7,7 +7,6 @@ as Debian 12 has it, and 3, as Debian 13 does: what differs between their interf
 */
 #include "cpu.h"
 #include "onednn.h"
-#include "llmc/base/util.h" // die, allocate
 
 #include <omp.h>
 #include <oneapi/dnnl/dnnl.h> // matmul primitive

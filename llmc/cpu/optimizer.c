@@ -69,7 +69,7 @@ static void update_in_order(const AdamWUpdate *u) {
     int64_t count = u->rows * u->cols;
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < count; i += PIECE) {
-        update_elements(u, i, count - i < PIECE ? count - i : PIECE);
+        update_elements(u, i, min_int64(count - i, PIECE));
     }
 }
 
@@ -118,7 +118,7 @@ static int64_t chunk_size(int64_t count) {
     double partial[MAX_CHUNKS] = {0};                                                                    \
     int64_t size = chunk_size(count);                                                                    \
     _Pragma("omp parallel for schedule(static)") for (int64_t first = 0; first < count; first += size) { \
-        int64_t end = first + size < count ? first + size : count;                                       \
+        int64_t end = min_int64(first + size, count);                                                    \
         double sum = 0;                                                                                  \
         _Pragma("omp simd reduction(+ : sum)") for (int64_t i = first; i < end; i++) { sum += term; }    \
         partial[first / size] = sum;                                                                     \

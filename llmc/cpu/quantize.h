@@ -18,7 +18,7 @@ typedef struct {
 static inline TilePlace tile_place(int64_t rows, int64_t cols, int64_t row, int64_t col) {
     return (TilePlace){.row = row,
                        .col = col,
-                       .rows = rows - row < TILE_ROWS ? rows - row : TILE_ROWS,
+                       .rows = min_int64(rows - row, TILE_ROWS),
                        .cols = cols - col < TILE_COLS ? cols - col : TILE_COLS};
 }
 

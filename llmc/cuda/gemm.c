@@ -223,12 +223,12 @@ static void run_by_block(Tensor d, Operand a, Operand b, GemmOptions options, co
     int64_t K = cuda_gemm_shape(a, b, options).K, length = scaling_block(SCALING_BLOCK128_FP32);
     int64_t at_a_time = cuda_gemm_rows_by_block(d.cols);
     for (int64_t row = 0; row < d.rows; row += at_a_time) {
-        int64_t rows = d.rows - row < at_a_time ? d.rows - row : at_a_time;
+        int64_t rows = min_int64(d.rows - row, at_a_time);
         Tensor sum = tensor_make(w->sum, FORMAT_FP32, rows, d.cols);
         Tensor product = tensor_make(w->product, FORMAT_FP32, rows, d.cols);
         cuda_zero(sum.data, (size_t)(rows * d.cols) * sizeof(float));
         for (int64_t k = 0; k < K; k += length) {
-            int64_t depth = K - k < length ? K - k : length;
+            int64_t depth = min_int64(K - k, length);
             GemmMatrix part_a =
                 options.transpose_a ? part_of(of_a, k, depth, row, rows) : part_of(of_a, row, rows, k, depth);
             GemmMatrix part_b =

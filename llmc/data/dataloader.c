@@ -163,7 +163,7 @@ static bool read_stream(const DataLoader *loader, int64_t position, int64_t coun
         const TokenShard *shard = &loader->shards[i];
         int64_t first = position - shard->first_token;
         if (first >= shard->num_tokens) continue;
-        int64_t here = shard->num_tokens - first < count ? shard->num_tokens - first : count;
+        int64_t here = min_int64(shard->num_tokens - first, count);
         if (!read_shard(loader, shard, first, here, tokens, error)) return false;
         position += here;
         count -= here;
@@ -177,7 +177,7 @@ static bool check_all_tokens(const DataLoader *loader, Error *error) {
     const int64_t most = COUNT(tokens);
     for (int64_t position = 0; position < loader->num_tokens; position += most) {
         int64_t left = loader->num_tokens - position;
-        if (!read_stream(loader, position, left < most ? left : most, tokens, error)) return false;
+        if (!read_stream(loader, position, min_int64(left, most), tokens, error)) return false;
     }
     return true;
 }

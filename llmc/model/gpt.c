@@ -392,7 +392,7 @@ static Tensor of_vocabulary(const GPT *m, Tensor logits) {
 static void head(GPT *m, float *losses, const int32_t *targets, int64_t rows, float dloss, bool training) {
     const Backend *backend = m->backend;
     for (int64_t first = 0; first < rows; first += m->head_rows) {
-        int64_t count = rows - first < m->head_rows ? rows - first : m->head_rows;
+        int64_t count = min_int64(rows - first, m->head_rows);
         Tensor logits = rows_of(m->logits, count), dlogits = training ? rows_of(m->dlogits, count) : (Tensor){0};
         set_draws_of_head(m, first);
         linear_forward(&m->head, backend, logits, source_tensor(tensor_rows(m->final_output, first, count)), training);
@@ -465,7 +465,7 @@ void gpt_logits_again(GPT *m, float *logits, int64_t first, int64_t count) {
     const Backend *backend = m->backend;
     int64_t V = m->config.vocab_size;
     for (int64_t done = 0; done < count; done += m->head_rows) {
-        int64_t rows = count - done < m->head_rows ? count - done : m->head_rows;
+        int64_t rows = min_int64(count - done, m->head_rows);
         Tensor chunk = rows_of(m->logits, rows);
         set_draws_of_head(m, first + done);
         linear_forward(&m->head, backend, chunk, source_tensor(tensor_rows(m->final_output, first + done, rows)),

@@ -67,7 +67,7 @@ bool logger_open_nowhere(Logger *logger, Error *error) {
 }
 
 bool logger_cut(Logger *logger, int64_t position, Error *error) {
-    int64_t bytes = logger_position(logger), keep = bytes < position ? bytes : position;
+    int64_t bytes = logger_position(logger), keep = min_int64(bytes, position);
     for (char last = 0; keep > 0; keep--) {
         if (pread(logger->file, &last, 1, keep - 1) != 1) {
             return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));

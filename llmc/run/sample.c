@@ -97,7 +97,7 @@ typedef struct {
 static Sample begin_sample(const Plan *p, GPT *model) {
     const Settings *s = &p->line.settings;
     Sample sample = {.plan = p, .model = model, .bytes = strlen(s->prompt)};
-    sample.length = p->num_prompt_tokens < p->T ? p->num_prompt_tokens : p->T;
+    sample.length = min_int64(p->num_prompt_tokens, p->T);
     sample.tokens = allocate((size_t)p->T * sizeof(int32_t));
     sample.logits = allocate((size_t)p->config.vocab_size * sizeof(float));
     sample.text = allocate(sample.bytes + (size_t)s->sample_tokens * p->tokenizer.longest + 1);
@@ -112,7 +112,7 @@ static Sample begin_sample(const Plan *p, GPT *model) {
 static int draw_token(Sample *sample, float uniform) {
     const Settings *s = &sample->plan->line.settings;
     int64_t T = sample->plan->T, seen = (sample->length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
-    gpt_logits(sample->model, sample->logits, sample->tokens, 1, seen < T ? seen : T, sample->length - 1, 1);
+    gpt_logits(sample->model, sample->logits, sample->tokens, 1, min_int64(seen, T), sample->length - 1, 1);
     return sample_token(sample->logits, (int)sample->plan->config.vocab_size, (float)s->temperature, (int)s->top_k,
                         uniform);
 }
