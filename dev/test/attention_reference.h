@@ -187,3 +187,15 @@ static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t
     }
     return h;
 }
+
+static inline AttentionShape as_many_keys(int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
+}
+
+// Adds the gradient of a head's queries, keys or values, (T, HS), where it belongs in (B*T, cols).
+static inline void add_head(double *sum, int64_t cols, const double *head, AttentionShape shape, int64_t b,
+                            int64_t first) {
+    for (int64_t i = 0; i < shape.T * shape.HS; i++) {
+        sum[(b * shape.T + i / shape.HS) * cols + first + i % shape.HS] += head[i];
+    }
+}

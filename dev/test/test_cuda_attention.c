@@ -119,17 +119,6 @@ static void check_same_result(AttentionResult a, AttentionResult b, int64_t logs
     check_same_floats(a.logsumexp, b.logsumexp, logsumexps);
 }
 
-static AttentionShape as_many_keys(int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
-}
-
-// Adds the gradient of a head's queries, keys or values, (T, HS), where it belongs in (B*T, cols).
-static void add_head(double *sum, int64_t cols, const double *head, AttentionShape shape, int64_t b, int64_t first) {
-    for (int64_t i = 0; i < shape.T * shape.HS; i++) {
-        sum[(b * shape.T + i / shape.HS) * cols + first + i % shape.HS] += head[i];
-    }
-}
-
 // What dqkv should be, and what it may be off by: `bound` before its store, `twin_bound` the CPU's.
 typedef struct {
     double *dqkv, *bound, *twin_bound;

@@ -195,8 +195,6 @@ static Scale scale_of(const double *x, int64_t rows, int64_t cols, int64_t strid
     return better ? to_four : to_six;
 }
 
-static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Makes of (rows, cols) values what they decode to in a scaling that isn't MX, in blocks of
 // `height` x `width`.
 static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, int64_t width, const Elements *e,
@@ -210,7 +208,7 @@ static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, 
     float s = !has_factor ? 1 : amax > 0 || scaling != SCALING_TENSOR ? not_infinite(stretched / amax) : 1;
     for (int64_t r = 0; r < rows; r += height) {
         for (int64_t c = 0; c < cols; c += width) {
-            int64_t high = shorter(height, rows - r), wide = shorter(width, cols - c);
+            int64_t high = min_int64(height, rows - r), wide = min_int64(width, cols - c);
             double *block = x + r * cols + c;
             Scale scale = scale_of(block, high, wide, cols, square, format, scaling, amax, s);
             for (int64_t i = 0; i < high * wide; i++) {

@@ -705,10 +705,6 @@ typedef struct {
     float *logsumexp;
 } AttentionResult;
 
-static AttentionShape as_many_keys(int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
-}
-
 static AttentionResult run_attention(Tensor qkv, Tensor dout, AttentionShape shape) {
     AttentionResult r = {take_tensor(qkv.dtype, qkv.rows, dout.cols), take_tensor(qkv.dtype, qkv.rows, qkv.cols),
                          take_floats(shape.B * shape.NH * shape.T)};
@@ -717,14 +713,6 @@ static AttentionResult run_attention(Tensor qkv, Tensor dout, AttentionShape sha
     give_workspace(backend->attention_workspace(qkv.dtype, shape));
     backend->attention_backward(r.dqkv, dout, r.out, qkv, r.logsumexp, shape);
     return r;
-}
-
-// Adds the gradient of a head's queries, keys (part 1) or values (part 2), (T, HS), where it
-// belongs in (B*T, cols).
-static void add_head(double *sum, int64_t cols, const double *head, AttentionShape shape, int64_t b, int64_t first) {
-    for (int64_t i = 0; i < shape.T * shape.HS; i++) {
-        sum[(b * shape.T + i / shape.HS) * cols + first + i % shape.HS] += head[i];
-    }
 }
 
 static void check_attention(Format dtype, AttentionShape shape, double stddev) {
