@@ -4,9 +4,6 @@
 
 #include <stdlib.h>
 
-// Returns the first rows of a tensor, for a micro-batch smaller than the largest.
-static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
-
 // Returns scratch as (rows, cols).
 static Tensor shaped(Tensor scratch, int64_t rows, int64_t cols) {
     return tensor_make(scratch.data, scratch.dtype, rows, cols);

@@ -291,9 +291,6 @@ void gpt_switch_recipe(GPT *m, const Recipe *recipe) {
 
 // Forward and backward
 
-// Returns the first rows of a tensor, for a micro-batch smaller than the largest.
-static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
-
 static float *gradient_of(const Param *p) { return p ? p->gradient : NULL; }
 
 void gpt_set_draws(GPT *m, uint64_t seed, int64_t step, int64_t first_sample) {

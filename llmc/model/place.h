@@ -27,3 +27,6 @@ static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, For
 static inline float *take_floats(MemoryPlan *plan, MemoryKind kind, int64_t count) {
     return (float *)memory_take(plan, kind, (size_t)count * sizeof(float));
 }
+
+// Returns the first rows of a tensor, for a micro-batch smaller than the largest.
+static inline Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
