@@ -182,17 +182,18 @@ class Fit(NamedTuple):
     low: dict  # of each name, the 95 % interval
     high: dict
     at_bound: tuple  # names of the coefficients that are where the search ends: the points don't fix them
+    cut_off: tuple  # of those whose interval ends there
 
 
 def fit(points, resamples):
     problem = Problem(points)
     p = problem.search()
     law = problem.law(p)
-    laws = resampled_laws(points, law, resamples)
+    laws, ends = resampled_fits(points, law, resamples)
     low, high = {}, {}
     for name in NAMES:
         low[name], high[name] = middle([getattr(other, name) for other in laws])
-    return Fit(law, low, high, problem.at_bound(p))
+    return Fit(law, low, high, problem.at_bound(p), cut_off(ends))
 
 
 def middle(values):
@@ -200,21 +201,23 @@ def middle(values):
     return np.quantile(values, [0.025, 0.975])
 
 
-def is_cut_off(laws):
-    """Returns whether an exponent of so many laws lies where the search ends that the middle 95 % do, too."""
-    exponents = np.array([[law.alpha, law.beta] for law in laws])
-    return any((np.abs(exponents - end) < 1e-6).mean(axis=0).max() > 0.025 for end in EXPONENTS)
+def cut_off(ends):
+    """Returns the coefficients that so many fits have where the search ends, which `ends` has of each fit, that an end of the
+    middle 95 % may lie there, too."""
+    return tuple(name for name in NAMES if sum(name in of_one for of_one in ends) > 0.025 * len(ends))
 
 
-def resampled_laws(points, law, resamples, seed=0):
-    """Fits to resampled points, from the law of all. The same N and D give the same resamples,
-    whatever the losses."""
-    rng, laws = np.random.default_rng(seed), []
+def resampled_fits(points, law, resamples, seed=0):
+    """Fits to resampled points, from the law of all; returns the laws, and what each has where the search ends. The same N
+    and D give the same resamples, whatever the losses."""
+    rng, laws, ends = np.random.default_rng(seed), [], []
     for _ in range(resamples):
         problem = Problem(resample(points, rng))
         near = problem.centered(np.log(law.A), np.log(law.B), np.log(law.E), law.alpha, law.beta)
-        laws.append(problem.law(problem.descend(near)))
-    return laws
+        p = problem.descend(near)
+        laws.append(problem.law(p))
+        ends.append(problem.at_bound(p))
+    return laws, ends
 
 
 def resample(points, rng):
@@ -239,7 +242,7 @@ class Difference(NamedTuple):
     value: dict
     low: dict  # the 95 % interval of the resampled fits' differences
     high: dict
-    cut_off: bool  # by the search's bounds
+    cut_off: tuple  # coefficients of either's whose interval ends where the search does
 
     @property
     def label(self):
@@ -256,16 +259,18 @@ class Difference(NamedTuple):
 def difference(names, points, base, resamples):
     """Compares two recipes' points: points[i] and base[i] are at the same N, D and seed, and are
     drawn together."""
-    laws = []
+    laws, beyond = [], []
     for p in (points, base):
         problem = Problem(p)
         law = problem.law(problem.search())
-        laws.append([law, *resampled_laws(p, law, resamples)])
+        resampled, ends = resampled_fits(p, law, resamples)
+        laws.append([law, *resampled])
+        beyond += cut_off(ends)
     value, low, high = {}, {}, {}
     for n in COMPARED:
         value[n], *resampled = [getattr(mine, n) - getattr(other, n) for mine, other in zip(*laws)]
         low[n], high[n] = middle(resampled)
-    return Difference(*names, points._replace(loss=points.loss - base.loss), value, low, high, any(is_cut_off(resampled) for _, *resampled in laws))
+    return Difference(*names, points._replace(loss=points.loss - base.loss), value, low, high, tuple(dict.fromkeys(beyond)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -555,6 +560,10 @@ def in_words(fits, differences):
             sentences.append(
                 f"{name}: {', '.join(found.at_bound)} ended where the search does: these runs don't fix the law."
             )
+        if found.cut_off:
+            sentences.append(
+                f"{name}: of {', '.join(found.cut_off)} an end of the interval is where the search ends, not what these runs say."
+            )
     for d in differences:
         gap = d.gap()
         said = verdict(gap, d.base, BAR if d.base == BASELINE else None, "pairs of runs")
@@ -563,7 +572,7 @@ def in_words(fits, differences):
         ends = f"{d.value['a']:+.3g}, with an interval from {d.low['a']:+.3g} to {d.high['a']:+.3g}, which"
         seen = "excludes 0: they differ" if excluded else "includes 0: no difference was seen"
         if d.cut_off:
-            seen = "says nothing: many fits to resampled runs ended where the search for an exponent does"
+            seen = f"says nothing: many fits to resampled runs ended where the search for {', '.join(d.cut_off)} does"
         sentences.append(f"{d.name}'s a less {d.base}'s is {ends} {seen}.")
     return sentences
 

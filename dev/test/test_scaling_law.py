@@ -106,7 +106,7 @@ def test_minimum_where_a_term_vanishes(seed):
     assert problem.value(p) <= other.fun * (1 + 1e-6)
 
     law = problem.law(p)
-    laws = scaling_law.resampled_laws(points, law, 20)
+    laws, _ = scaling_law.resampled_fits(points, law, 20)
     assert len({other.alpha for other in laws}) == 20 and all(other.alpha != law.alpha for other in laws)
 
 
@@ -273,11 +273,21 @@ def recipe_pair(shift, noise):
 
 
 def test_an_interval_that_the_search_cuts_off_shows_nothing():
-    """Of forty fits to resampled runs one, or two, lie where the search for alpha ends."""
-    inside, at_end = [KNOWN] * 39, KNOWN._replace(alpha=scaling_law.EXPONENTS[1])
-    assert not scaling_law.is_cut_off([*inside, at_end]) and scaling_law.is_cut_off([*inside[1:], at_end, at_end])
-    d = scaling_law.Difference("mxfp8", "bf16", scaling_law.Points(*np.ones((3, 4))), {"a": 0.1}, {"a": 0.05}, {"a": 0.2}, True)
-    assert "says nothing: many fits" in scaling_law.in_words([], [d])[1]
+    """Of forty fits to resampled runs one, or two, have E where the search ends."""
+    inside, at_end = [()] * 39, ("E", "alpha")
+    assert scaling_law.cut_off([*inside, at_end]) == () and scaling_law.cut_off([*inside[1:], at_end, ("E",)]) == ("E",)
+    d = scaling_law.Difference("mxfp8", "bf16", scaling_law.Points(*np.ones((3, 4))), {"a": 0.1}, {"a": 0.05}, {"a": 0.2}, ("E",))
+    assert "says nothing: many fits to resampled runs ended where the search for E does" in scaling_law.in_words([], [d])[1]
+
+
+def test_a_constant_that_the_points_do_not_show_has_an_interval_that_the_search_cuts_off():
+    """E is a thousandth of the smallest loss: the fits' intervals go down to where the search ends."""
+    law, rng = KNOWN._replace(E=1e-3), np.random.default_rng(1)
+    N, D = (v.ravel() for v in np.meshgrid(np.geomspace(1e5, 1e7, 4), np.geomspace(5e5, 4e6, 4)))
+    points = scaling_law.Points(N, D, law.loss(N, D) * np.exp(rng.normal(0, 0.01, N.size)))
+    found = scaling_law.fit(points, 40)
+    assert "E" in found.cut_off and len(found.cut_off) < 5, found
+    assert "of E an end of the interval" in " ".join(scaling_law.in_words([("bf16", points, found)], []))
 
 
 @pytest.mark.parametrize(("shift", "differ"), [(0.01, True), (0.0, False)])
