@@ -297,7 +297,7 @@ static double gelu(void *context, double x) {
 
 // GELU is x g with g = 1 / (1 + exp(-z)). z is off by up to 4 U_FP32 of itself (a square, its
 // factor, a multiplication and addition, a product), exp by 2.4 U_FP32 more, of which g takes the
-// part 1 - g; the sum and the quotient add one each. From x = -10 on g stays at that x's, LEAST_GATE.
+// part 1 - g; the sum and the quotient add one each. Below x = -10 g stays at LEAST_GATE.
 typedef struct {
     double z, slope, g, relative;
 } Gate;
