@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from test_ranks import run_ranks
+from test_ranks import run_failing_ranks
 from trainer import (
     LAYERS, MODEL, T, assert_same_run, events, one_sentence, run, run_well, steps)
 
@@ -86,5 +86,5 @@ def test_ranks_are_refused(data, tmp_path):
     assert planned.returncode == 2 and "one rank" in one_sentence(planned.stderr)
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun")
-    done = run_ranks(2, *data, *MODEL, "--gradient-bias-every", 10, "--max-steps", 2, "--out-dir", tmp_path / "run")
+    done = run_failing_ranks(2, *data, *MODEL, "--gradient-bias-every", 10, "--max-steps", 2, "--out-dir", tmp_path / "run")
     assert done.returncode == 2 and "one rank" in done.only_sentence() and not (tmp_path / "run").exists()

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from test_ranks import run_ranks, run_ranks_well
+from test_ranks import run_failing_ranks, run_ranks_well
 from trainer import (
     MODEL, TERM, assert_same_run, events, latest, losses, one_sentence, run, run_well, signal_at_step, steps,
     validations, weights_and_moments)
@@ -227,7 +227,8 @@ def test_ranks_that_switch_to_the_same_recipe(data, tmp_path):
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 def test_ranks_refuse_to_shard_anew(data, tmp_path):
-    done = run_ranks(2, *data, *MODEL, "--max-steps", 8, "--batch-size", 2, "--recipe-at", "4:fp32", "--out-dir", tmp_path / "run")
+    done = run_failing_ranks(2, *data, *MODEL, "--max-steps", 8, "--batch-size", 2, "--recipe-at", "4:fp32", "--out-dir",
+                             tmp_path / "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     sentence = done.only_sentence()
     assert "--recipe-at 4:fp32" in sentence and "--zero 0" in sentence
