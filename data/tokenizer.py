@@ -5,6 +5,7 @@ encode(list of texts) -> list of arrays of ids; marks_spaces says that it puts a
 ordinary text: only the program that writes a data set puts the end-of-text token into it.
 """
 
+import functools
 import json
 import re
 import tempfile
@@ -80,11 +81,17 @@ class BpeTokenizer:
         return [np.array(e.ids, np.uint32) for e in encodings]
 
 
+@functools.cache
 def byte_to_character():
     """GPT-2's printable stand-in for each byte, in the order in which its vocabulary numbers the bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+@functools.cache
+def character_to_byte():
+    return {character: b for b, character in byte_to_character().items()}
 
 
 def byte_level_json(tokens, end_of_text, merges):
@@ -159,7 +166,7 @@ def token_table(tokenizer, tokenizer_json, name):
 
 
 def spelled_bytes(token, i, name):
-    to_byte = {character: b for b, character in byte_to_character().items()}
+    to_byte = character_to_byte()
     if not all(c in to_byte for c in token):
         raise InputError(f"{name}: token {i}, {token!r}, is not spelled in GPT-2's byte alphabet: use another")
     return bytes(to_byte[c] for c in token)
