@@ -129,7 +129,8 @@ def test_a_preset_leaves_what_a_file_says(data, tmp_path):
 
 def test_a_run_s_options_make_its_model_again(data, tmp_path):
     """Also where the run gave the program's default over a preset's; another --model is as its preset has it."""
-    run_well(*data, "--model", "olmo-n6", *MODEL, "--biases", "--activation", "gelu", "--no-qk-norm", "--max-steps", 2, "--out-dir", tmp_path / "first")
+    run_well(*data, "--model", "olmo-n6", *MODEL, "--total-batch-size", 256, "--biases", "--activation", "gelu", "--no-qk-norm",
+             "--max-steps", 2, "--out-dir", tmp_path / "first")
     model = events(tmp_path / "first", "config")[0]["model"]
     assert (model["biases"], model["activation"], model["qk_norm"]) == (True, "gelu", False)
     line = (tmp_path / "first" / "log.jsonl").read_text().splitlines()[0]
@@ -150,7 +151,7 @@ def is_gpt2(model):
 
 def test_what_a_preset_decided_is_not_given(data, tmp_path):
     """In a second generation, too, another preset decides, or a checkpoint that is named."""
-    run_well(*data, "--model", "olmo-n6", *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "first")
+    run_well(*data, "--model", "olmo-n6", *MODEL, "--total-batch-size", 256, "--max-steps", 1, "--out-dir", tmp_path / "first")
     run_well("--config", latest(tmp_path / "first") / "trainer_state.json", "--out-dir", tmp_path / "second")
     run_well(*data, *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "gpt2")
     second, gpt2 = (latest(tmp_path / name) / "trainer_state.json" for name in ("second", "gpt2"))
@@ -164,7 +165,8 @@ def test_what_a_preset_decided_is_not_given(data, tmp_path):
     run_well("--config", gpt2, "--generate", second.parent, "--prompt", "1", "--sample-tokens", 1)
     run_well("--config", gpt2, "--resume", "--max-steps", 2, "--out-dir", tmp_path / "second")
     # a preset's --init isn't held against the run's --init-from
-    run_well(*data, "--model", "olmo-n6", *MODEL, "--max-steps", 1, "--init-from", latest(tmp_path / "first"), "--out-dir", tmp_path / "on")
+    run_well(*data, "--model", "olmo-n6", *MODEL, "--total-batch-size", 256, "--max-steps", 1, "--init-from",
+             latest(tmp_path / "first"), "--out-dir", tmp_path / "on")
     run_well("--config", latest(tmp_path / "on") / "trainer_state.json", "--out-dir", tmp_path / "on-again")
     assert losses(tmp_path / "on-again").tolist() == losses(tmp_path / "on").tolist()
 
