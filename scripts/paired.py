@@ -42,20 +42,20 @@ def interval(differences, at_any_of=1):
 
 def reach(count, at_any_of=1):
     """Returns how far an interval reaches to each side, in units of the scatter."""
-    from scipy.stats import t
+    from scipy.special import stdtrit  # Student's t: scipy.stats takes half a second more to import
 
-    return t.ppf(1 - (1 - LEVEL) / (2 * at_any_of), count - 1) / np.sqrt(count) if count > 1 else np.nan
+    return stdtrit(count - 1, 1 - (1 - LEVEL) / (2 * at_any_of)) / np.sqrt(count) if count > 1 else np.nan
 
 
 def chance_to_see(difference, count):
     """Returns the probability that the interval excludes 0 where the true mean is `difference`, in
     units of the scatter."""
-    from scipy.stats import chi2, norm
+    from scipy.special import chdtri, ndtr
 
     # Over the quantiles of the estimated scatter, since SciPy's noncentral t gives NaN for a few seeds.
-    estimated = np.sqrt(chi2.ppf((np.arange(2000) + 0.5) / 2000, count - 1) / (count - 1))
+    estimated = np.sqrt(chdtri(count - 1, 1 - (np.arange(2000) + 0.5) / 2000) / (count - 1))
     edge, shift = reach(count) * np.sqrt(count) * estimated, difference * np.sqrt(count)
-    return float(np.mean(norm.sf(edge - shift) + norm.cdf(-edge - shift)))
+    return float(np.mean(ndtr(shift - edge) + ndtr(-edge - shift)))
 
 
 def visible(count):
@@ -71,9 +71,9 @@ def visible(count):
 def most_scatter(found):
     """Returns an upper bound of the true scatter, which holds with a chance of POWER. Planned with the measured one itself
     an experiment of few seeds is too small as often as too large."""
-    from scipy.stats import chi2
+    from scipy.special import chdtri
 
-    return float(found.scatter * np.sqrt((found.count - 1) / chi2.ppf(1 - POWER, found.count - 1)))
+    return float(found.scatter * np.sqrt((found.count - 1) / chdtri(found.count - 1, POWER)))
 
 
 def seeds_needed(difference, scatter):
