@@ -790,6 +790,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return host_free(stream); }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return synchronized(); }
+cudaError_t cudaStreamQuery(cudaStream_t) { return synchronized(); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return synchronized(); }
 
@@ -802,6 +803,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return synchronized(); }
+cudaError_t cudaEventQuery(cudaEvent_t) { return synchronized(); }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
     if (start->time.tv_nsec < 0 || end->time.tv_nsec < 0) return returned(cudaErrorInvalidResourceHandle);
     *milliseconds = (float)((double)(end->time.tv_sec - start->time.tv_sec) * 1e3 +

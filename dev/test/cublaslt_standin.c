@@ -365,8 +365,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return event ? cudaSuccess : cudaErrorInvalidValue; }
-
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
     *milliseconds = *(float *)end - *(float *)start;
     return cudaSuccess;
@@ -378,7 +376,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return stream ? cudaErrorInvalidValue : cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return stream ? cudaErrorInvalidValue : cudaSuccess; }
 cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "success" : "failure"; }
 

@@ -3,7 +3,8 @@ For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of 
 on the host's memory. Calls have ended when they return; within a group nothing happens before its
 end. One thread at a time may be inside. Sums are in rank order. From when NCCL_STANDIN is set to
 `connected`, an algorithm that hasn't been used before is refused. From when it is set to `hang`,
-collectives never end as far as events tell, nor what is behind them on their stream.
+collectives never end as far as events and streams tell, nor what is behind them on their stream;
+what would wait for them within the driver is refused.
 */
 #include "llmc/base/library.h"
 #include "llmc/comm/internal.h"
@@ -21,20 +22,24 @@ collectives never end as far as events tell, nor what is behind them on their st
 // -------------------------------------------------------------------------------------------------
 // CUDA: everything has ended when it returns; at exit it is unloaded.
 
-void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
-    if (status != cudaSuccess) die("%s failed: %d (%s:%d)", doing, (int)status, file, line);
-}
+const char *cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "no error" : "an error"; }
+cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 
 typedef struct {
     bool is_stuck; // behind a collective that doesn't end
 } Stream;
 
+static bool is_stuck; // a stream is
+
 static Stream *stream_at(cudaStream_t stream) { return (Stream *)stream; }
 
-cudaStream_t cuda_stream(void) {
-    static Stream stream;
-    return (cudaStream_t)&stream;
+static void stick(Stream *stream) { stream->is_stuck = is_stuck = true; }
+
+// Waits within the driver, where another thread's question may not return.
+static void wait_inside(bool waits) {
+    if (waits) die("the driver waits for other ranks");
 }
+
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
 void cuda_accumulate(float *sum, const float *values, int64_t count) { cpu_accumulate(sum, values, count); }
 
@@ -47,6 +52,7 @@ static void unload(void) {
 
 cudaError_t cudaGetDevice(int *device) {
     if (atexit(unload) != 0) die("what is to be done at exit can't be said");
+    if (!cuda_stream()) cuda_start(); // as a backend has by then
     *device = 0;
     return cudaSuccess;
 }
@@ -57,18 +63,25 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
     return cudaSuccess;
 }
 cudaError_t cudaFree(void *memory) {
+    wait_inside(memory && is_stuck);
     free(memory);
     return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)kind, (void)stream;
+    wait_inside(kind != cudaMemcpyDeviceToDevice && stream_at(stream)->is_stuck);
     memcpy(to, from, bytes);
     return cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream) {
+    (void)stream;
+    memset(memory, value, bytes);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return stream_at(stream)->is_stuck ? cudaErrorNotReady : cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    while (stream_at(stream)->is_stuck) {
-        comm_pause(0);
-    }
+    wait_inside(stream_at(stream)->is_stuck);
     return cudaSuccess;
 }
 
@@ -101,7 +114,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
     const Event *one = (const Event *)event;
-    if (!one->has_ended) stream_at(stream)->is_stuck = true;
+    if (!one->has_ended) stick(stream_at(stream));
     return one->is_recorded ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -211,7 +224,7 @@ static ncclResult_t run(void) {
     for (int i = 0; i < num_operations; i++) {
         connect_for(&operations[i]);
         execute(&operations[i], requests, &num_requests);
-        if (is_set_to("hang")) stream_at(operations[i].stream)->is_stuck = true;
+        if (is_set_to("hang")) stick(stream_at(operations[i].stream));
     }
     MPI_Waitall(num_requests, requests, MPI_STATUSES_IGNORE);
     num_operations = 0;

@@ -377,6 +377,22 @@ static int act_nccl_ahead(void) {
     return 1; // isn't reached
 }
 
+// What ranks agree on, in the host's memory. The second time there are collectives beside compute,
+// and more to agree on than before.
+static int act_nccl_agree(bool beside) {
+    comm = join(1.0);
+    comm->barrier(comm);
+    set_nccl("hang");
+    float values[100] = {0};
+    if (beside) {
+        comm->fork(comm);
+        comm->all_reduce_sum(comm, values, 100);
+        comm->join(comm, 0);
+    }
+    comm_gather(comm, values, beside ? sizeof(values) : sizeof(double));
+    return 1; // isn't reached
+}
+
 static int act_nccl_connected(void) {
     const int64_t parts[] = {1, 1 << 20};
     comm = join(60);
@@ -541,6 +557,13 @@ static void test_nccl_ahead(void **state) {
     (void)state;
     check_nccl_hang("nccl-ahead", "all_reduce_sum", 5);
     assert_int_equal(count_of(output, "the host is ahead\n"), 3);
+}
+
+// Other ranks are waited for where the watcher isn't kept from seeing it.
+static void test_nccl_agree(void **state) {
+    (void)state;
+    check_nccl_hang("nccl-agree", "all_gather", 1);
+    check_nccl_hang("nccl-agree-beside", "all_reduce_sum", 1);
 }
 
 // What takes memory has taken it when there is a Comm.
@@ -1026,9 +1049,9 @@ static int run_alone(void) {
         cmocka_unit_test(test_differs),
     };
     const struct CMUnitTest nccl_tests[] = {
-        cmocka_unit_test(test_nccl_hang),  cmocka_unit_test(test_nccl_hang_beside),
-        cmocka_unit_test(test_nccl_ahead), cmocka_unit_test(test_nccl_connected),
-        cmocka_unit_test(test_nccl_die),   cmocka_unit_test(test_nccl_stopped),
+        cmocka_unit_test(test_nccl_hang),    cmocka_unit_test(test_nccl_hang_beside), cmocka_unit_test(test_nccl_ahead),
+        cmocka_unit_test(test_nccl_agree),   cmocka_unit_test(test_nccl_connected),   cmocka_unit_test(test_nccl_die),
+        cmocka_unit_test(test_nccl_stopped),
     };
     set_environment("");
     if (strcmp(program_invocation_short_name, "test_comm_nccl") == 0) {
@@ -1047,6 +1070,8 @@ int main(int argc, char **argv) {
     if (strcmp(what, "nccl-hang") == 0) return act_nccl_hang();
     if (strcmp(what, "nccl-hang-beside") == 0) return act_nccl_hang_beside();
     if (strcmp(what, "nccl-ahead") == 0) return act_nccl_ahead();
+    if (strcmp(what, "nccl-agree") == 0) return act_nccl_agree(false);
+    if (strcmp(what, "nccl-agree-beside") == 0) return act_nccl_agree(true);
     if (strcmp(what, "nccl-connected") == 0) return act_nccl_connected();
     if (strcmp(what, "nccl-die") == 0) return act_nccl_die();
     if (strcmp(what, "killed") == 0) return act_fault(SIGKILL, delay);

@@ -563,6 +563,8 @@ static void test_runtime(void **) {
     check(cudaEventRecord(end, stream));
     check(cudaStreamWaitEvent(stream, end));
     check(cudaStreamSynchronize(stream));
+    check(cudaStreamQuery(stream));
+    check(cudaEventQuery(end));
     check(cudaEventElapsedTime(&milliseconds, start, end));
     assert_true(milliseconds >= 2 && milliseconds < 10000);
     check(cudaEventDestroy(start));

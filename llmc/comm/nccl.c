@@ -19,7 +19,7 @@ NCCL, adding in BF16, has no operation for.
 #ifdef HAVE_NCCL
 #include "internal.h"
 #include "llmc/base/library.h"
-#include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, cuda_convert, cuda_accumulate
+#include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, cuda_copy_to_host, cuda_convert
 
 #define __CUDA_BF16_TYPES_EXIST__ // else older headers (2.20) have no ncclBfloat16
 #include <errno.h>
@@ -398,8 +398,19 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     comm->bytes_sent += total * (comm->size - 1) / comm->size;
 }
 
+// Makes room for the host's arrays. cudaFree waits within the driver for all streams; so what runs
+// on them is waited for before.
+static void grow_staging(NcclComm *nccl, int64_t bytes) {
+    cuda_check(cudaEventRecord(nccl->forking, nccl->beside), "marking where collectives end");
+    cuda_check(cudaStreamWaitEvent(cuda_stream(), nccl->forking, 0), "waiting for collectives");
+    cuda_synchronize();
+    cuda_check(cudaFree(nccl->staging), "freeing memory of the GPU");
+    cuda_check(cudaMalloc((void **)&nccl->staging, (size_t)bytes), "allocating memory for the host's arrays");
+    nccl->staging_bytes = bytes;
+}
+
 // Gathers by way of the GPU. The whole stretch is copied there and back, so that what lies between
-// ranges stays.
+// ranges stays. Other ranks are waited for outside the driver: cuda/wait.h says why.
 static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t bytes = 0;
@@ -407,17 +418,10 @@ static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
         int64_t last = ranges[rank].offset + ranges[rank].count;
         bytes = max_int64(bytes, last);
     }
-    if (bytes > nccl->staging_bytes) {
-        cuda_check(cudaFree(nccl->staging), "freeing memory of the GPU");
-        cuda_check(cudaMalloc((void **)&nccl->staging, (size_t)bytes), "allocating memory for the host's arrays");
-        nccl->staging_bytes = bytes;
-    }
-    cuda_check(cudaMemcpyAsync(nccl->staging, data, (size_t)bytes, cudaMemcpyHostToDevice, cuda_stream()),
-               "copying to the GPU");
+    if (bytes > nccl->staging_bytes) grow_staging(nccl, bytes);
+    cuda_copy_to_device(nccl->staging, data, (size_t)bytes);
     all_gather(comm, nccl->staging, ranges);
-    cuda_check(cudaMemcpyAsync(data, nccl->staging, (size_t)bytes, cudaMemcpyDeviceToHost, cuda_stream()),
-               "copying from the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+    cuda_copy_to_host(data, nccl->staging, (size_t)bytes);
 }
 
 static void barrier(Comm *comm) { comm_any(comm, false); }
@@ -438,7 +442,7 @@ static void connect_ranks(Comm *comm) {
         reduce_scatter(comm, values, floats, FORMAT_FP32);
         comm_scale(floats, comm->size, sizeof(float));
         all_gather(comm, values, floats);
-        cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+        cuda_synchronize();
         cuda_check(cudaFree(values), "freeing memory of the GPU");
     }
     free(floats);

@@ -6,6 +6,7 @@ The CUDA table of operations, and its memory.
 #include "device.h"
 #include "gemm.h"
 #include "gemm_cublaslt.h" // cuda_gemm_cublaslt_version
+#include "wait.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -65,7 +66,7 @@ static void make_batches(void) {
 }
 
 static void resize_staging(size_t bytes) {
-    cuda_check(cudaStreamSynchronize(batches.stream), "waiting for the GPU");
+    cuda_synchronize(); // and so for the copies, which its stream waits for
     for (int i = 0; i < 2; i++) {
         if (batches.staging[i]) cuda_check(cudaFreeHost(batches.staging[i]), "freeing pinned memory");
         cuda_check(cudaMallocHost((void **)&batches.staging[i], bytes), "allocating pinned memory");
@@ -80,7 +81,7 @@ static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *target
     batches.turn = !batches.turn;
     char *staging = batches.staging[batches.turn];
     cudaEvent_t copied = batches.copied[batches.turn];
-    cuda_check(cudaEventSynchronize(copied), "waiting for the last batch but one");
+    while (!cuda_has_ended(cudaEventQuery(copied), "waiting for the last batch but one")) {}
     memcpy(staging, tokens, bytes);
     memcpy(staging + bytes, targets, bytes);
     if (positions) memcpy(staging + 2 * bytes, positions, bytes);

@@ -399,7 +399,7 @@ static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEv
         run(p, kernel);
     }
     cuda_check(cudaEventRecord(end, cuda_stream()), "timing a GEMM");
-    cuda_check(cudaEventSynchronize(end), "timing a GEMM");
+    cuda_synchronize();
     cuda_check(cudaEventElapsedTime(&milliseconds, start, end), "timing a GEMM");
     return milliseconds / RUNS;
 }

@@ -2,6 +2,7 @@
 What every file of the CUDA backend stands on: the stream, the workspace, copies, checks.
 */
 #include "cuda.h"
+#include "wait.h"
 
 static cudaStream_t stream;
 static void *workspace;
@@ -28,14 +29,19 @@ void *cuda_workspace(size_t bytes) {
     return workspace;
 }
 
-void cuda_synchronize(void) { cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU"); }
+void cuda_synchronize(void) {
+    while (!cuda_has_ended(cudaStreamQuery(stream), "waiting for the GPU")) {}
+}
 
+// Copies of pageable memory may wait for the stream within the driver: it is waited for before.
 void cuda_copy_to_device(void *to, const void *from, size_t bytes) {
+    cuda_synchronize();
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "copying to the GPU");
     cuda_synchronize();
 }
 
 void cuda_copy_to_host(void *to, const void *from, size_t bytes) {
+    cuda_synchronize();
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copying from the GPU");
     cuda_synchronize();
 }
