@@ -4,7 +4,8 @@ on the host's memory. Calls have ended when they return; within a group nothing 
 end. One thread at a time may be inside. Sums are in rank order. From when NCCL_STANDIN is set to
 `connected`, an algorithm that hasn't been used before is refused. From when it is set to `hang`,
 collectives never end as far as events and streams tell, nor what is behind them on their stream;
-what would wait for them within the driver is refused.
+what would wait for them within the driver is refused. From when it is set to `no-memory` or
+`remote`, collectives fail.
 */
 #include "llmc/base/library.h"
 #include "llmc/comm/internal.h"
@@ -221,6 +222,8 @@ static void connect_for(const Operation *o) {
 static ncclResult_t run(void) {
     MPI_Request requests[MAX_OPERATIONS];
     int num_requests = 0;
+    if (is_set_to("no-memory")) return ncclSystemError;
+    if (is_set_to("remote")) return ncclRemoteError;
     for (int i = 0; i < num_operations; i++) {
         connect_for(&operations[i]);
         execute(&operations[i], requests, &num_requests);
@@ -259,7 +262,7 @@ ncclResult_t ncclGetVersion(int *version) {
 const char *ncclGetErrorString(ncclResult_t result) { return result == ncclSuccess ? "no error" : "an error"; }
 const char *ncclGetLastError(ncclComm_t comm) {
     (void)comm;
-    return "";
+    return is_set_to("no-memory") ? "no space left in /dev/shm" : is_set_to("remote") ? "connection closed" : "";
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {

@@ -418,6 +418,16 @@ static int act_nccl_connected(void) {
     return 0;
 }
 
+// NCCL fails at the start, or at the first collective after it.
+static int act_nccl_fails(const char *how, bool at_start) {
+    float value = 0;
+    if (at_start) set_nccl(how);
+    comm = join(60);
+    set_nccl(how);
+    comm->all_reduce_sum(comm, &value, 1);
+    return 1; // isn't reached
+}
+
 static int act_nccl_die(void) {
     comm = join(60);
     set_nccl("hang");
@@ -572,6 +582,30 @@ static void test_nccl_connected(void **state) {
     skip_without_mpi();
     double seconds;
     assert_int_equal(run_ranks_by_mpi("nccl-connected", output, sizeof(output), &seconds), 0);
+}
+
+// What fails of the system is this machine's fault at the start, and another's later.
+static void test_nccl_fails(void **state) {
+    (void)state;
+    static const struct {
+        const char *what;
+        int code;
+        const char *sentence;
+    } CASES[] = {
+        {"nccl-fails-at-start", EXIT_BAD_INPUT,
+         "NCCL failed at the start: an error (no space left in /dev/shm); NCCL_DEBUG=INFO says more\n"},
+        {"nccl-fails", EXIT_RANK_LOST,
+         "a rank ended, or the network to it failed, during all_reduce_sum (NCCL: an error: no space left in "
+         "/dev/shm); the last checkpoint is whole\n"},
+        {"nccl-loses-at-start", EXIT_RANK_LOST,
+         "a rank ended, or the network to it failed, during all_reduce_sum (NCCL: an error: connection closed); "},
+    };
+    skip_without_mpi();
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        double seconds;
+        assert_int_equal(run_ranks_by_mpi(CASES[i].what, output, sizeof(output), &seconds), CASES[i].code);
+        assert_non_null(strstr(output, CASES[i].sentence));
+    }
 }
 
 // While a collective runs, which the watcher asks CUDA about.
@@ -1049,9 +1083,9 @@ static int run_alone(void) {
         cmocka_unit_test(test_differs),
     };
     const struct CMUnitTest nccl_tests[] = {
-        cmocka_unit_test(test_nccl_hang),    cmocka_unit_test(test_nccl_hang_beside), cmocka_unit_test(test_nccl_ahead),
-        cmocka_unit_test(test_nccl_agree),   cmocka_unit_test(test_nccl_connected),   cmocka_unit_test(test_nccl_die),
-        cmocka_unit_test(test_nccl_stopped),
+        cmocka_unit_test(test_nccl_hang),  cmocka_unit_test(test_nccl_hang_beside), cmocka_unit_test(test_nccl_ahead),
+        cmocka_unit_test(test_nccl_agree), cmocka_unit_test(test_nccl_connected),   cmocka_unit_test(test_nccl_fails),
+        cmocka_unit_test(test_nccl_die),   cmocka_unit_test(test_nccl_stopped),
     };
     set_environment("");
     if (strcmp(program_invocation_short_name, "test_comm_nccl") == 0) {
@@ -1073,6 +1107,9 @@ int main(int argc, char **argv) {
     if (strcmp(what, "nccl-agree") == 0) return act_nccl_agree(false);
     if (strcmp(what, "nccl-agree-beside") == 0) return act_nccl_agree(true);
     if (strcmp(what, "nccl-connected") == 0) return act_nccl_connected();
+    if (strcmp(what, "nccl-fails") == 0) return act_nccl_fails("no-memory", false);
+    if (strcmp(what, "nccl-fails-at-start") == 0) return act_nccl_fails("no-memory", true);
+    if (strcmp(what, "nccl-loses-at-start") == 0) return act_nccl_fails("remote", true);
     if (strcmp(what, "nccl-die") == 0) return act_nccl_die();
     if (strcmp(what, "killed") == 0) return act_fault(SIGKILL, delay);
     if (strcmp(what, "differs") == 0) return act_differs();

@@ -41,7 +41,8 @@ HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "BUILD", "EXTRA_CFLAG
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 CONDITIONS = {"there is CUDA and no driver": lambda: "driver            none" in run_well("--device-info").stdout}
 # Options of other programs.
-FOREIGN = {"help", "include", "gpus", "build-arg", "allow-run-as-root", "bind-to", "oversubscribe", "logdir", "bind", "directory"}
+FOREIGN = {"help", "include", "gpus", "shm-size", "ipc", "build-arg", "allow-run-as-root", "bind-to", "oversubscribe", "logdir", "bind",
+           "directory"}
 
 
 class Block(NamedTuple):

@@ -71,7 +71,7 @@ typedef struct {
     int first, num_running;
     double first_since; // when the watcher first saw the first one run; 0: it doesn't yet
     atomic_flag ends;   // a thread ends the process
-    atomic_bool stop;
+    atomic_bool stop, is_connected;
     int device;
     cudaStream_t beside; // of forked collectives
     bool forked;
@@ -117,17 +117,21 @@ static void say_late(NcclComm *nccl, const char *doing) {
     give_up();
 }
 
+// Ends the process where NCCL has failed. Until ranks are connected a failure of the system is this
+// machine's, such as shared memory of a container's that is too small.
 static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     if (result == ncclSuccess) return;
     be_the_one_to_end(nccl);
-    if (result != ncclRemoteError && result != ncclSystemError) {
-        fprintf(stderr, "%s, rank %d: NCCL failed at %s: %s (%s)\n", program_invocation_short_name, nccl->comm.rank,
-                doing, NCCL(GetErrorString)(result), NCCL(GetLastError)(NULL));
+    const char *name = program_invocation_short_name, *error = NCCL(GetErrorString)(result);
+    const char *last = NCCL(GetLastError)(NULL);
+    if (result != ncclRemoteError && (result != ncclSystemError || !nccl->is_connected)) {
+        fprintf(stderr, "%s, rank %d: NCCL failed at %s: %s (%s); NCCL_DEBUG=INFO says more\n", name, nccl->comm.rank,
+                nccl->is_connected ? doing : "the start", error, last);
         fflush(NULL);
         _exit(EXIT_BAD_INPUT);
     }
-    fprintf(stderr, "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s)%s\n",
-            program_invocation_short_name, nccl->comm.rank, doing, NCCL(GetErrorString)(result), comm_remedy());
+    fprintf(stderr, "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s%s%s)%s\n", name,
+            nccl->comm.rank, doing, error, last[0] ? ": " : "", last, comm_remedy());
     give_up();
 }
 
@@ -541,6 +545,7 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     CALL(CommInitRank, &nccl->nccl, size, unique, rank);
     leave(nccl);
     connect_ranks(&nccl->comm);
+    nccl->is_connected = true;
     return &nccl->comm;
 }
 #endif
