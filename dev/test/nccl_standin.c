@@ -1,11 +1,11 @@
 /*
 For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls,
 on the host's memory. Calls have ended when they return; within a group nothing happens before its
-end. One thread at a time may be inside. Sums are in rank order. From when NCCL_STANDIN is set to
-`connected`, an algorithm that hasn't been used before is refused. From when it is set to `hang`,
-collectives never end as far as events and streams tell, nor what is behind them on their stream;
-what would wait for them within the driver is refused. From when it is set to `no-memory` or
-`remote`, collectives fail.
+end. One thread at a time may be inside; collectives beside compute must have the greatest priority.
+Sums are in rank order. From when NCCL_STANDIN is set to `connected`, an algorithm that hasn't been
+used before is refused. From when it is set to `hang`, collectives never end as far as events and
+streams tell, nor what is behind them on their stream; what would wait for them within the driver is
+refused. From when it is set to `no-memory` or `remote`, collectives fail.
 */
 #include "llmc/base/library.h"
 #include "llmc/comm/internal.h"
@@ -28,6 +28,7 @@ cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 
 typedef struct {
     bool is_stuck; // behind a collective that doesn't end
+    int priority;
 } Stream;
 
 static bool is_stuck; // a stream is
@@ -86,10 +87,20 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
-    (void)flags;
-    *stream = allocate(sizeof(Stream));
+enum { GREATEST_PRIORITY = -5 };
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = GREATEST_PRIORITY;
     return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    Stream *made = allocate(sizeof(*made));
+    made->priority = priority;
+    *stream = (cudaStream_t)made;
+    return flags == cudaStreamNonBlocking ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     free(stream);
@@ -237,6 +248,9 @@ static ncclResult_t run(void) {
 
 static ncclResult_t add(Operation operation) {
     ncclGroupStart();
+    if (operation.stream != cuda_stream() && stream_at(operation.stream)->priority != GREATEST_PRIORITY) {
+        die("collectives beside compute have no priority");
+    }
     if (num_operations == MAX_OPERATIONS) die("more operations in a group than the stand-in takes");
     operations[num_operations++] = operation;
     return ncclGroupEnd();

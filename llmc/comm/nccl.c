@@ -491,13 +491,20 @@ void comm_nccl_make_id(void *id) {
     memcpy(id, &unique, sizeof(unique));
 }
 
+// Makes the stream of forked collectives. Its priority lets their blocks go before those of GEMMs
+// that were launched before them and haven't begun.
+static void create_stream(NcclComm *nccl) {
+    int least, greatest;
+    cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for streams' priorities");
+    cuda_check(cudaStreamCreateWithPriority(&nccl->beside, cudaStreamNonBlocking, greatest), "making a stream");
+}
+
 static void create_events(NcclComm *nccl) {
     cuda_check(cudaGetDevice(&nccl->device), "asking for the GPU");
     for (int i = 0; i < MAX_RUNNING; i++) {
         make_event(&nccl->running[i].begin);
         make_event(&nccl->running[i].end);
     }
-    cuda_check(cudaStreamCreateWithFlags(&nccl->beside, cudaStreamNonBlocking), "making a stream");
     make_event(&nccl->forking);
 }
 
@@ -529,6 +536,7 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     int64_t piece_bytes = min_int64(LARGEST_PIECE, PIECES_BYTES / size);
     nccl->piece = (options->piece_bytes > 0 ? options->piece_bytes : piece_bytes) / (int64_t)sizeof(uint16_t);
     create_events(nccl);
+    create_stream(nccl);
     pthread_mutex_init(&nccl->lock, NULL);
     atomic_flag_clear(&nccl->ends);
     // Calls that return before they have ended would start a thread each, which a later one, or the
