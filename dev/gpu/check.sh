@@ -19,8 +19,9 @@
 # a directory of programs that were built elsewhere (make gpu-tests BUILD=DIR), for minutes that are
 # too short to build in. BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. LIMIT is
 # the seconds it may take, where something else ends it before the minutes are over. What hasn't
-# begun then is left out. DEVICE=cpu BATCH=1 TURN=1 goes through the motions without a card, on
-# models of one layer.
+# begun then is left out. It keeps to the GPUs of CUDA_VISIBLE_DEVICES, which CUDA numbers as
+# nvidia-smi does here; what takes one takes the first. DEVICE=cpu BATCH=1 TURN=1 goes through the
+# motions without a card, on models of one layer.
 set -uo pipefail
 export LC_ALL=C # in other languages EPOCHREALTIME has a comma
 caller=$PWD
@@ -39,11 +40,25 @@ if ! [[ ${LIMIT:-600} =~ ^[1-9][0-9]{1,4}$ ]]; then
   exit 2
 fi
 device=${DEVICE:-cuda}
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # without a driver it prints a sentence
+# Finds the GPUs that it may use, all or those of CUDA_VISIBLE_DEVICES: how many in $gpus, the first
+# in $gpu, which CUDA and nvidia-smi then count alike.
+find_gpus() {
+  export CUDA_DEVICE_ORDER=PCI_BUS_ID
+  gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # without a driver it prints a sentence
+  gpu=${CUDA_VISIBLE_DEVICES-0}
+  gpu=${gpu%%,*}
+  if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+  fi
+}
+ask_gpu() {
+  nvidia-smi --query-gpu="$1" --format=csv,noheader --id="$gpu" 2>/dev/null
+}
+find_gpus
 card='' capability=''
 if [ "$gpus" -gt 0 ]; then
-  card=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr ' ' '-')
-  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+  card=$(ask_gpu name | tr ' ' '-') || card=''
+  capability=$(ask_gpu compute_cap | tr -d .) || capability=''
 fi
 case ${1-} in '' | /*) ;; *) set -- "$caller/$1" ;; esac
 out=${1:-dev/gpu/results/$(date +%Y-%m-%d-%H%M%S)-${card:-no-card}}
@@ -169,7 +184,7 @@ start_ranks() { # count, shared|own, name, options...
   for ((rank = 0; rank < $1; rank++)); do
     (
       export RANK=$rank WORLD_SIZE=$1 MASTER_ADDR=localhost MASTER_PORT=29517
-      if [ "$2" = shared ]; then export LOCAL_RANK=0 NCCL_HOSTID=check$rank CUDA_VISIBLE_DEVICES=0; else export LOCAL_RANK=$rank; fi
+      if [ "$2" = shared ]; then export LOCAL_RANK=0 NCCL_HOSTID=check$rank CUDA_VISIBLE_DEVICES=$gpu; else export LOCAL_RANK=$rank; fi
       exec timeout -k 5 "$limit" "$program" --device "$device" --recipe mxfp8 --out-dir "$out/$3" --comm-timeout 60 "${@:4}"
     ) &
     pids+=($!)
@@ -191,6 +206,11 @@ close_losses() { # a, b, steps: within a thousandth, since ranks sum in another 
     END { print "losses " worst " apart at most, over " NR " steps"; exit bad || NR < steps }'
 }
 two_ranks() {
+  case $(ask_gpu compute_mode) in Exclusive*)
+    left_out 77 "the card takes one process at a time, by its compute mode"
+    return
+    ;;
+  esac
   start_ranks 2 shared two-ranks "${small[@]}" --total-batch-size 2048 --max-steps 20
   end_ranks 0 && close_losses "$out/one-rank" "$out/two-ranks" 20
 }
@@ -223,7 +243,7 @@ steps_in() {
 # Samples clocks, power, temperature and throttling into a file until $sampler is ended.
 sample_clocks() { # file
   nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader,nounits \
-    --id=0 --loop-ms=1000 >"$1" 2>/dev/null &
+    --id="$gpu" --loop-ms=1000 >"$1" 2>/dev/null &
   sampler=$!
 }
 # Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends

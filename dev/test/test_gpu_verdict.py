@@ -503,7 +503,7 @@ while [ "$2" = hangs ]; do sleep 0.05; done
 
 @pytest.mark.parametrize("steps, then, code", [(100000, "", 0), (2, "", 1), (0, "hangs", 1)])
 def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
-    done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], f"limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'",
+    done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], f"gpu=0 limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'",
                  **{"nvidia-smi": SAMPLER, "contender": CONTENDER})
     assert done.returncode == code and done.stdout.rstrip().endswith(" steps"), done
     counted = int(done.stdout.split()[-2])
@@ -515,7 +515,7 @@ def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_clocks_are_sampled_while_operations_are_timed(tmp_path, code):
-    body = "limit=10 build=. device=cpu batch=1 out=.; bench_options=(--quick); bench"
+    body = "gpu=0 limit=10 build=. device=cpu batch=1 out=.; bench_options=(--quick); bench"
     operations = f"#!/bin/bash\nsleep 0.5\necho \"$@\"\nexit {code}\n"
     done = shell(tmp_path, ["sample_clocks", "with_clocks", "bench"], body, **{"nvidia-smi": SAMPLER, "bench_ops": operations})
     assert done.returncode == code and done.stdout == "--device cpu --batch-size 1 --json ./bench.jsonl --quick\n", done
@@ -526,7 +526,7 @@ def test_clocks_are_sampled_while_operations_are_timed(tmp_path, code):
 
 
 def test_clocks_are_sampled_beside_a_profile(tmp_path):
-    body = "limit=10 program=./trainer device=cpu out=. large=(--large); profile 124M-bf16 bf16 --model gpt2-124M; echo $?"
+    body = "gpu=0 limit=10 program=./trainer device=cpu out=. large=(--large); profile 124M-bf16 bf16 --model gpt2-124M; echo $?"
     done = shell(tmp_path, ["sample_clocks", "with_clocks", "train", "profile"], body,
                  **{"nvidia-smi": SAMPLER, "trainer": "#!/bin/bash\nsleep 0.5\necho \"$@\"\n"})
     said = "--device cpu --recipe bf16 --out-dir ./profile-124M-bf16 --large --model gpt2-124M --max-steps 6 --profile"
@@ -554,6 +554,40 @@ def test_ranks_that_are_left_say_so(tmp_path, gpus, status, code):
     done = shell(tmp_path, ["left_out", "start_ranks", "end_ranks", "steps_in", "lost_rank"], body, rank=RANK)
     assert done.returncode == code, done
     assert done.stdout.count(f"a rank ended with {status}\n") == (gpus - 1 if gpus > 1 else 0), done
+
+
+# Has four GPUs; says which one it is asked about.
+SMI = """#!/bin/bash
+for option; do
+  case $option in
+  --list-gpus) printf 'GPU %s: NVIDIA H100\\n' 0 1 2 3 ;;
+  --query-gpu=compute_mode) echo "$MODE" ;;
+  --id=*) echo "${option#--id=}" >>asked ;;
+  esac
+done
+"""
+
+
+@pytest.mark.parametrize("visible, gpus, first", [(None, 4, "0"), ("2", 1, "2"), ("3,1", 2, "3"), ("GPU-8a,GPU-7b,GPU-6c", 3, "GPU-8a"),
+                                                  ("", 0, "")])
+def test_a_check_keeps_to_the_gpus_it_may_use(tmp_path, visible, gpus, first):
+    given = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"export CUDA_VISIBLE_DEVICES={visible}"
+    ranks = "#!/bin/bash\necho \"$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER\"\n"
+    body = f"""{given}; export MODE=Default; find_gpus; echo $gpus $gpu; sample_clocks clocks.csv; wait
+        limit=30 program=./ranks device=cpu out=. small=(); close_losses() {{ :; }}; two_ranks"""
+    done = shell(tmp_path, ["find_gpus", "ask_gpu", "left_out", "start_ranks", "end_ranks", "sample_clocks", "two_ranks"], body,
+                 **{"nvidia-smi": SMI, "ranks": ranks})
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[0] == f"{gpus} {first}".rstrip(), done
+    assert lines.count(f"{first} PCI_BUS_ID") == 2, done
+    assert set((tmp_path / "asked").read_text().split("\n")) == {first, ""}
+
+
+def test_two_ranks_need_a_card_that_takes_two_processes(tmp_path):
+    body = "export MODE=Exclusive_Process; gpu=0 limit=30 program=false device=cpu out=. small=(); two_ranks"
+    done = shell(tmp_path, ["ask_gpu", "left_out", "start_ranks", "end_ranks", "two_ranks"], body, **{"nvidia-smi": SMI})
+    line = verdict.judge_step("two-ranks", done.returncode, 0.1, done.stdout.splitlines()[-1])
+    assert line.verdict == "NOT RUN" and not line.counts, done
 
 
 # Prints a test that passed, what it has found, and, where its time ends, what it then says.
