@@ -2,11 +2,14 @@
 """Writes dev/test/fixtures/scalings.npz: what Transformer Engine's and torchao's references make of a matrix.
 
 Transformer Engine's reference quantizers are Python, but importing the package needs its compiled library: the wheel is
-unpacked into a directory (--transformer-engine) and its two reference files are run with empty stand-ins for the rest.
+unpacked into a directory (--transformer-engine) and its two reference files are run with empty stand-ins for the rest. Its
+reference of scales by block is one of its tests' files, which the wheel lacks (--tests: of its repository, at commit
+d0067d0da6cb01811b8072a7d304f0e00344ce2b).
 
     pip install torch==2.15.0 torchao==0.18.0 numpy
     pip download --no-deps transformer_engine==2.20.2 && unzip -d te transformer_engine-2.20.2-py3-none-any.whl
-    python3 dev/reference/scaling_fixture.py --transformer-engine te
+    git clone https://github.com/NVIDIA/TransformerEngine && git -C TransformerEngine checkout d0067d0da6cb
+    python3 dev/reference/scaling_fixture.py --transformer-engine te --tests TransformerEngine/tests/pytorch
 
 x (48, 256) is FP32. For each case CASE.values are the elements' values, (48, 256) FP32, CASE.scales the blocks' scales,
 by which they decode, and CASE.factor the tensor's (1), where there is one:
@@ -15,8 +18,9 @@ by which they decode, and CASE.factor the tensor's (1), where there is one:
     te_nvfp4_columns, te_46_columns          the same, 16x1, which it makes of the transpose
     te_tensor_e4m3, te_tensor_e5m2           Transformer Engine, current scaling
     ao_tensor_e4m3, ao_tensor_e5m2           torchao, dynamic scaling by tensor
-    te_block_2k                              its scale of a power of two, for blocks of 1x128
-    ao_block, ao_block_columns, ao_block_2d  torchao, blocks of 1x128, 128x1 and 128x128 with FP32 scales, as DeepSeek's
+    te_block, te_block_columns, te_block_2d  Transformer Engine, blocks of 1x128, 128x1 and 128x128 with powers of two
+    te_block_e5m2 and so on                  the same in E5M2
+    ao_block, ao_block_columns, ao_block_2d  torchao, the same blocks with FP32 scales, as DeepSeek's
 """
 
 import argparse
@@ -87,13 +91,16 @@ def tensor_scaled(reference, x, dtype):
     return {"values": (x * scale).to(dtype).float(), "factor": inverse}
 
 
-def block_power_of_two(reference, x):
-    blocks = x.view(48, 2, 128)
-    amax = blocks.abs().amax(dim=2, keepdim=True)
-    scale, inverse, _ = reference._scale_from_amax_tensor(
-        torch.float32, amax, torch.float8_e4m3fn, eps=0.0, pow_2_scales=True
-    )
-    return {"values": (blocks * scale).to(torch.float8_e4m3fn).float().view(48, 256), "scales": inverse.view(48, 2)}
+def te_blocks(quantizer, x, dtype):
+    """Returns what its tests' reference makes of blocks of 1x128, of 128x1, which it makes of the transpose, and of 128x128."""
+    how = {"return_transpose": True, "pow_2_scales": True, "munge_scale_shapes": False}
+    lines = quantizer.quantize(x, dtype, quant_tile_shape=(1, 128), **how)
+    square = quantizer.quantize(x, dtype, quant_tile_shape=(128, 128), **how)
+    return {
+        "": {"values": lines.data.float(), "scales": lines.scale},
+        "_columns": of_columns({"values": lines.data_t.float(), "scales": lines.scale_t}),
+        "_2d": {"values": square.data.float(), "scales": square.scale},
+    }
 
 
 def torchao_tensor(x, dtype):
@@ -123,8 +130,9 @@ def torchao_blocks(x):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformer-engine", required=True, help="directory that its wheel was unpacked into")
-    root = parser.parse_args().transformer_engine
-    x = matrix()
+    parser.add_argument("--tests", required=True, help="its repository's tests/pytorch")
+    options = parser.parse_args()
+    root, x = options.transformer_engine, matrix()
     fp4, current = load_reference(root, "reference_nvfp4"), load_reference(root, "reference_current_scaling")
     cases = {f"te_nvfp4{suffix}": nvfp4(fp4, x, tile, False) for suffix, tile in (("", 1), ("_2d", 16))}
     cases |= {f"te_46{suffix}": nvfp4(fp4, x, tile, True) for suffix, tile in (("", 1), ("_2d", 16))}
@@ -133,7 +141,10 @@ def main():
     )
     cases["te_tensor_e4m3"] = tensor_scaled(current, x, torch.float8_e4m3fn)
     cases["te_tensor_e5m2"] = tensor_scaled(current, x, torch.float8_e5m2)
-    cases["te_block_2k"] = block_power_of_two(current, x)
+    sys.path.insert(0, options.tests)
+    by_block = importlib.import_module("references.blockwise_quantizer_reference").BlockwiseQuantizerReference()
+    for suffix, dtype in ("", torch.float8_e4m3fn), ("_e5m2", torch.float8_e5m2):
+        cases |= {f"te_block{blocks}{suffix}": case for blocks, case in te_blocks(by_block, x, dtype).items()}
     cases["ao_tensor_e4m3"] = torchao_tensor(x, torch.float8_e4m3fn)
     cases["ao_tensor_e5m2"] = torchao_tensor(x, torch.float8_e5m2)
     cases["ao_block"], cases["ao_block_2d"], cases["ao_block_columns"] = torchao_blocks(x)

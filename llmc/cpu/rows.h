@@ -9,7 +9,8 @@ quantizer, which makes its input on the way (see Source in ../backend.h).
 
 #include <math.h>
 
-// Returns what GELU's gate is taken of: that of -10 is just over 2^-126, that of 10 is 1.
+// Returns x within -10 and 10, of which GELU's gate is computed: that of -10 is just over 2^-126,
+// that of 10 is 1.
 MX_FUNCTION float gelu_clamp(float x) { return vector_clamp(x, -10.0f, 10.0f); }
 
 MX_FUNCTION float gelu_gate(float clamped) {
@@ -47,7 +48,7 @@ MX_FUNCTION float normal_gate(float x) {
 // Where x is so large that its density vanishes it is held.
 MX_FUNCTION void row_gelu_exact_backward(float *dout, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        float held = x[i] < -1e10f ? -1e10f : x[i] > 1e10f ? 1e10f : x[i];
+        float held = vector_clamp(x[i], -1e10f, 1e10f);
         dout[i] *= normal_gate(x[i]) + held * (0.39894228f * vector_exp(-0.5f * held * held));
     }
 }
