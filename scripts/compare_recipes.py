@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
 from logs import NOT_FINITE, InputError, main_of, plural
-from paired import BAR, ENOUGH, Interval, caution, interval, is_seen, most_scatter, percent, reach, seeds_needed, signed, verdict, visible
+from paired import BAR, ENOUGH, Interval, caution, interval, is_seen, percent, reach, signed, verdict, visible
+from planning import Cost, add_plan, check_plan, print_plan, scatter_in_words
 from plot import (
     COLORS,
     SMOOTH_FROM,
@@ -33,7 +34,7 @@ from plot import (
     same_scale,
     smoothed,
 )
-from report import Report, markdown_table
+from report import Report
 from runner import (
     BASELINE,
     DEFAULT_RECIPES,
@@ -56,11 +57,7 @@ from runner import (
 )
 
 VALIDATIONS = 10  # along a run, and one at its end
-# Nats: the largest scatter of paired differences, by the narrower of a pair's formats, in dev/results: models of 3.3
-# million parameters, 500 steps.
-KNOWN_SCATTER = {"4-bit": 0.0103, "6-bit or 8-bit": 0.0054}
 JUMP = 0.5  # nats: a run whose losses end so far over its lowest validation has diverged
-PLANNED = (0.1, 0.2, 0.5, 1, 2)  # %: the differences that a plan is made for
 BASELINE_STYLE = ("black", (0, (5, 2)))
 LINE_STYLES = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))
 EXAMPLE = """\
@@ -611,46 +608,6 @@ def measured_scatter(pairs, runs, seeds):
     return found
 
 
-def bits_of(pair):
-    """Returns which of KNOWN_SCATTER a pair has."""
-    options = " ".join([*pair.recipe.options, *pair.base.options])
-    return "4-bit" if "fp4" in options or "e2m1" in options else "6-bit or 8-bit"
-
-
-def scatter_in_words(options, measured, pairs):
-    """Returns the scatter that the plan is made with, and where it is from."""
-    if options.scatter:
-        return options.scatter, "as --scatter says"
-    if measured:
-        label = max(measured, key=lambda name: measured[name].scatter)
-        return most_scatter(measured[label]), f"at most, in four of five cases, by what is measured in {options.out_dir} of {label}"
-    bits = max(map(bits_of, pairs), key=KNOWN_SCATTER.get, default="6-bit or 8-bit")
-    return KNOWN_SCATTER[bits], f"the largest that was measured of {bits} recipes in a model of 3.3 million parameters, " \
-        "after 500 steps; --scatter says another"
-
-
-def print_plan(options, scatter, source, recipes, lengths, seconds):
-    """Prints the seeds and minutes that differences of perplexity take; `lengths`: of the runs of a
-    recipe, in steps; `seconds`: of all of these runs, together, as many at once as --jobs says."""
-    print(f"Paired differences scatter by {scatter:.4f} nats from seed to seed ({source}).")
-    at_once = f", {options.jobs} runs at once" if options.jobs > 1 else ""
-    minutes = f"{seconds / 60:,.1f} minutes on this machine{at_once}"
-    of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
-    steps = ", and one of ".join(f"{n:,} step{plural(n)}" for n in lengths)
-    print(f"A run of {of_each}, {steps}, takes {minutes}.")
-    print("To see a difference (to find an interval without 0) in four of five such experiments takes:\n")
-    rows = []
-    for difference in sorted({*PLANNED, options.plan}):
-        seeds = seeds_needed(np.log1p(difference / 100), scatter)
-        rows.append([f"{difference:g}", str(seeds), str(seeds * len(recipes) * len(lengths)), f"{seeds * seconds / 60:,.1f}"])
-    print(markdown_table(("difference, % of perplexity:", "seeds:", "runs:", "minutes:"), rows))
-    needed = seeds_needed(np.log1p(options.plan / 100), scatter)
-    print(f"For {options.plan:g} %: --seeds {needed}, {needed * seconds / 60:,.1f} minutes.")
-    if options.seeds > 1:
-        seen, minutes = percent(visible(options.seeds) * scatter), options.seeds * seconds / 60
-        print(f"--seeds {options.seeds} shows {seen:.2f} %, in {minutes:,.1f} minutes.")
-
-
 def plan(options, runner, recipes, pairs, common, times):
     """Prints what --plan asks for; `times`: of the lengths of the runs, which are all made."""
     length = runner.length([*recipes[0].options, *common])
@@ -666,7 +623,9 @@ def plan(options, runner, recipes, pairs, common, times):
     done = runner.finished(jobs.values())
     runs = {key: done[job.name] for key, job in jobs.items() if job.name in done}
     scatter, source = scatter_in_words(options, measured_scatter(pairs, runs, seeds), pairs)
-    print_plan(options, scatter, source, recipes, [n * length.steps for n in sorted(times)], seconds / options.jobs)
+    of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
+    steps = ", and one of ".join(f"{n * length.steps:,} step{plural(n * length.steps)}" for n in sorted(times))
+    print_plan(options, scatter, source, Cost(f"A run of {of_each}, {steps},", len(recipes) * len(times), seconds))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -747,17 +706,10 @@ def parse(arguments):
     parser.add_argument("--scale", choices=SCALES,
                         help="what isn't given after --: cpu: the demo's model and data, 500 steps; gpu: GPT-2 124M, 10,000 "
                         "steps (data are to be given)")
-    parser.add_argument("--plan", type=float, nargs="?", const=BAR, metavar="PERCENT",
-                        help="say how many seeds and minutes it takes to see such a difference of perplexity, and stop "
-                        "(without a number: %(const)s); measures a few steps of each recipe")
-    parser.add_argument("--scatter", type=float, metavar="NATS",
-                        help="of paired differences, for --plan, where OUT_DIR holds no runs that tell it")
+    add_plan(parser)
     options = parse_experiment(parser, arguments)
     take_recipes(parser, options, DEFAULT_RECIPES)
-    for name in ("plan", "scatter"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name} must be more than 0")
+    check_plan(parser, options)
     return options
 
 

@@ -10,7 +10,8 @@ they are compared by the differences of their losses at the same N, D and seed, 
 same resampled runs of both.
 
 The fit is first checked on points made from coefficients that the authors of arXiv 2506.20752 printed. Results go into
-OUT_DIR/report.html and OUT_DIR/report.md. What was finished isn't run again: the same command goes on.
+OUT_DIR/report.html and OUT_DIR/report.md. What was finished isn't run again: the same command goes on. --plan says
+beforehand how long it takes, and how many seeds show a difference of the recipes' losses.
 """
 
 import itertools
@@ -23,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from compare_recipes import BAR_LINE, besides_linear_layers, diverged
 from logs import InputError, main_of, newest_checkpoint, plural
-from paired import BAR, interval, percent, signed, verdict
+from paired import BAR, ENOUGH, interval, percent, signed, verdict
+from planning import Cost, add_plan, check_plan, print_plan, scatter_in_words
 from plot import COLORS, new_figure
 from report import Report, markdown_table
 from runner import (
@@ -38,6 +40,7 @@ from runner import (
     parse_experiment,
     seeds_of,
     with_defaults,
+    without_option,
 )
 
 EXAMPLE = """\
@@ -399,6 +402,38 @@ def parameters(run_dir):
     return sum(int(np.prod(shape)) for name, shape in shapes.items() if not name.endswith(EMBEDDINGS))
 
 
+def measured_scatter(runner, cells, pairs):
+    """Returns the Interval of each pair's differences, of the runs that are finished, where they are enough."""
+    done, by_recipe, found = runner.finished([cell.job for cell in cells]), {}, {}
+    for cell in cells:
+        if cell.job.name in done:
+            by_recipe.setdefault(cell.recipe, {}).update(points_of(runner, [cell], [done[cell.job.name]]))
+    for pair in pairs:
+        mine, base = (by_recipe.get(r.name, {}) for r in pair)
+        shared = shared_cells(mine, base)
+        if len(shared) >= ENOUGH:
+            found[pair.label] = interval([mine[key][2] - base[key][2] for key in shared])
+    return found
+
+
+def plan(options, runner, cells, pairs):
+    """Prints what --plan asks for. A step takes as long however many tokens follow."""
+    of_seed = [cell for cell in cells if cell.seed == options.seed]
+    models = {(cell.recipe, cell.model): cell for cell in of_seed}
+    steps, validations = {}, {}
+    for i, (key, cell) in enumerate(models.items(), 1):
+        steps[key], validations[key] = runner.seconds(without_option(cell.job.options, "max-tokens"))
+        print(f"[{i}/{len(models)}] {key[0]}, {key[1]}: {steps[key]:.3g} s a step, {validations[key]:.3g} s a validation", flush=True)
+    tokens_per_step = runner.length(of_seed[0].job.options).tokens_per_step
+    seconds = sum(-(-cell.tokens // tokens_per_step) * steps[cell.recipe, cell.model] + validations[cell.recipe, cell.model]
+                  for cell in of_seed)
+    recipes = dict.fromkeys(cell.recipe for cell in of_seed)
+    of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
+    in_grid = len(of_seed) // len(recipes)
+    scatter, source = scatter_in_words(options, measured_scatter(runner, cells, pairs), pairs)
+    print_plan(options, scatter, source, Cost(f"The grid, {in_grid} runs of {of_each},", len(of_seed), seconds, in_grid, "pair"))
+
+
 def points_of(runner, cells, runs):
     """Returns a point for each run that came to its end with a finite loss, by (model, tokens,
     seed)."""
@@ -666,7 +701,9 @@ def parse(arguments):
     )
     parser.add_argument("--bootstrap", type=int, default=200, metavar="N", help="resampled fits (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="only check the fit on the printed coefficients")
+    add_plan(parser)
     options = parse_experiment(parser, arguments)
+    check_plan(parser, options)
     if options.tiny:
         options.models, options.tokens = options.models or "1x1x32,1x2x64,2x2x64", options.tokens or "1280,2560,5120"
     if options.bootstrap < 20:
@@ -712,6 +749,9 @@ def main(arguments):
     cells = cells_of(recipes, models, tokens, common, seeds_of(options))
     runner.check([cell.job for cell in cells])
     check_steps(tokens, runner.length(cells[0].job.options).tokens_per_step)
+    if options.plan:
+        plan(options, runner, cells, pairs)
+        return
     check = check_fit(options.bootstrap)
     print_check(check)
     runs = runner.run([cell.job for cell in cells])

@@ -3,6 +3,7 @@ miniature, stopped and continued; what it answers bad input."""
 
 import itertools
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -149,6 +150,21 @@ def tables(report):
     """The report's rows, a list of cells each."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in report.read_text().splitlines()
             if line.startswith("| ")]
+
+
+def test_plan(tmp_path):
+    """Each of nine pairs of a seed counts; nothing is left."""
+    out = tmp_path / "out"
+    said = call("--tiny", "--recipes", "mxfp8", "--plan", 0.3, "--scatter", 0.005, "--seeds", 2, "--out-dir", out).stdout
+    measured = re.findall(r"^\[(.)/6\] (\w+), (\w+): [\d.e-]+ s a step, [\d.e-]+ s a validation$", said, re.M)
+    assert [(int(i), *key) for i, *key in measured] == [
+        (i + 1, recipe, model) for i, (recipe, model) in enumerate(itertools.product(["bf16", "mxfp8"], ["1x1x32", "1x2x64", "2x2x64"]))]
+    assert "scatter by 0.0050 nats from pair to pair (as --scatter says)" in said
+    assert "The grid, 9 runs of each of the 2 recipes, takes" in said
+    row = next(line.split("|")[2:4] for line in said.splitlines() if line.startswith("| 0.3"))
+    assert [int(cell) for cell in row] == [3, 54]  # of 24 pairs, 0.0029955 / 0.005 = 0.599 of the scatter
+    assert "For 0.3 %: --seeds 3," in said and "--seeds 2 shows 0.35 %, in" in said
+    assert [path.name for path in out.iterdir() if path.is_dir()] == ["data"]
 
 
 def test_grid_stopped_and_continued(tmp_path):
