@@ -91,6 +91,7 @@ def byte_to_character():
 
 @functools.cache
 def character_to_byte():
+    """Returns the byte that each of those characters stands for."""
     return {character: b for b, character in byte_to_character().items()}
 
 

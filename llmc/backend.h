@@ -87,6 +87,7 @@ enum { NUM_ACTIVATIONS = ACTIVATION_SWIGLU + 1 };
 // negative.
 #define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
 #define GELU_CUBIC 0.044715f
+#define LOG2_E 1.4426950408889634f // log2(e)
 
 // Returns F for `cols` columns of an activation's input.
 static inline int64_t activation_cols(Activation activation, int64_t cols) {

@@ -207,7 +207,7 @@ def middle(values):
 def cut_off(ends):
     """Returns the coefficients that so many fits have where the search ends, which `ends` has of each fit, that an end of the
     middle 95 % may lie there, too."""
-    return tuple(name for name in NAMES if sum(name in of_one for of_one in ends) > 0.025 * len(ends))
+    return tuple(name for name in Law._fields if sum(name in of_one for of_one in ends) > 0.025 * len(ends))
 
 
 def resampled_fits(points, law, resamples, seed=0):
@@ -597,7 +597,7 @@ def in_words(fits, differences):
             )
         if found.cut_off:
             sentences.append(
-                f"{name}: of {', '.join(found.cut_off)} an end of the interval is where the search ends, not what these runs say."
+                f"{name}: of {', '.join(found.cut_off)} an end of the interval may be where the search ends, not what the runs say."
             )
     for d in differences:
         gap = d.gap()

@@ -48,11 +48,14 @@ find_gpus() {
   gpu=${CUDA_VISIBLE_DEVICES-0}
   gpu=${gpu%%,*}
   if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+    gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-1$/,$d' | grep -c .) # CUDA stops at -1
   fi
 }
+# Prints what nvidia-smi says of the first GPU; of any, where it doesn't know the first by that name,
+# as where a part of a card is named.
 ask_gpu() {
-  nvidia-smi --query-gpu="$1" --format=csv,noheader --id="$gpu" 2>/dev/null
+  nvidia-smi --query-gpu="$1" --format=csv,noheader --id="$gpu" 2>/dev/null ||
+    nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -n 1
 }
 find_gpus
 card='' capability=''

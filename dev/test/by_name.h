@@ -6,6 +6,7 @@ Recipes and parameters by their names; a test fails where there is none. Include
 #include <string.h>
 #include "llmc/model/param.h"
 
+// Returns the recipe of that name.
 static inline Recipe recipe_of(const char *name) {
     Recipe recipe;
     Error error;
@@ -13,6 +14,7 @@ static inline Recipe recipe_of(const char *name) {
     return recipe;
 }
 
+// Returns the parameter of that name.
 static inline const Param *param_of(const ParamList *list, const char *name) {
     int i = 0;
     while (i < list->count && strcmp(list->params[i].name, name) != 0) {

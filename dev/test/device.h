@@ -14,6 +14,7 @@ static struct {
 } device_pool[POOL_CAPACITY];
 static int device_count;
 
+// Copies from the device when all work there has ended.
 static inline void download(void *host, const void *device, size_t bytes) {
     cuda_check(cudaDeviceSynchronize(), "waiting for the GPU");
     cuda_check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copying from the GPU");
@@ -37,11 +38,15 @@ static inline void *to_device_at(const void *host, size_t bytes, size_t misalign
 }
 
 static inline void *to_device(const void *host, size_t bytes) { return to_device_at(host, bytes, 0); }
+
+// Returns memory of the device that nobody wrote, so many bytes off its alignment.
 static inline void *device_take_at(size_t bytes, size_t misalignment) {
     return to_device_at(NULL, bytes, misalignment);
 }
+
 static inline void *device_take(size_t bytes) { return to_device_at(NULL, bytes, 0); }
 
+// Returns a copy of the tensor on the device, or on the host.
 static inline Tensor tensor_to_device(Tensor host) {
     host.data = to_device(host.data, tensor_bytes(host));
     return host;

@@ -37,7 +37,7 @@ static Stream *stream_at(cudaStream_t stream) { return (Stream *)stream; }
 
 static void stick(Stream *stream) { stream->is_stuck = is_stuck = true; }
 
-// Waits within the driver, where another thread's question may not return.
+// Dies where the driver would wait for other ranks, while another thread's question may not return.
 static void wait_inside(bool waits) {
     if (waits) die("the driver waits for other ranks");
 }

@@ -71,7 +71,7 @@ static float *normal_floats(int64_t count) {
 
 // What a computed gate 1 / (1 + exp(-z)) is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32
 // (2 ulp), of which the gate takes the part 1 - g; the sum and the quotient add one each. Beyond
-// exp's range it may be 0 or 2^-127.
+// exp's range it may be 0, or 2^-126 as rows.h has it.
 typedef struct {
     double g, rest, error, slope; // slope: dz/dx
 } Gate;

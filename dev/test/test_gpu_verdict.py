@@ -503,7 +503,8 @@ while [ "$2" = hangs ]; do sleep 0.05; done
 
 @pytest.mark.parametrize("steps, then, code", [(100000, "", 0), (2, "", 1), (0, "hangs", 1)])
 def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
-    done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], f"gpu=0 limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'",
+    body = f"gpu=0 limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'"
+    done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], body,
                  **{"nvidia-smi": SAMPLER, "contender": CONTENDER})
     assert done.returncode == code and done.stdout.rstrip().endswith(" steps"), done
     counted = int(done.stdout.split()[-2])
@@ -526,7 +527,8 @@ def test_clocks_are_sampled_while_operations_are_timed(tmp_path, code):
 
 
 def test_clocks_are_sampled_beside_a_profile(tmp_path):
-    body = "gpu=0 limit=10 program=./trainer device=cpu out=. large=(--large); profile 124M-bf16 bf16 --model gpt2-124M; echo $?"
+    body = """gpu=0 limit=10 program=./trainer device=cpu out=. large=(--large)
+        profile 124M-bf16 bf16 --model gpt2-124M; echo $?"""
     done = shell(tmp_path, ["sample_clocks", "with_clocks", "train", "profile"], body,
                  **{"nvidia-smi": SAMPLER, "trainer": "#!/bin/bash\nsleep 0.5\necho \"$@\"\n"})
     said = "--device cpu --recipe bf16 --out-dir ./profile-124M-bf16 --large --model gpt2-124M --max-steps 6 --profile"
@@ -568,8 +570,8 @@ done
 """
 
 
-@pytest.mark.parametrize("visible, gpus, first", [(None, 4, "0"), ("2", 1, "2"), ("3,1", 2, "3"), ("GPU-8a,GPU-7b,GPU-6c", 3, "GPU-8a"),
-                                                  ("", 0, "")])
+@pytest.mark.parametrize("visible, gpus, first", [
+    (None, 4, "0"), ("2", 1, "2"), ("3,1", 2, "3"), ("GPU-1a,GPU-7b,GPU-6c", 3, "GPU-1a"), ("2,-1,3", 1, "2"), ("", 0, "")])
 def test_a_check_keeps_to_the_gpus_it_may_use(tmp_path, visible, gpus, first):
     given = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"export CUDA_VISIBLE_DEVICES={visible}"
     ranks = "#!/bin/bash\necho \"$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER\"\n"

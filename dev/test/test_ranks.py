@@ -34,7 +34,8 @@ END_SECONDS = 20 * SLOWNESS
 # Open MPI's leaks aren't ours. On one machine ranks meet in memory, for which ob1 is enough: Open MPI 5 says a line where TCP
 # would have no way, and libfabric, which nothing here uses, takes more than a second to begin and to end.
 MPI_ENVIRONMENT = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OMPI_MCA_orte_abort_print_stack": "0", "OMPI_MCA_pml": "ob1",
-                                 "OMPI_MCA_btl": "^tcp,ofi", "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"}
+                                 "OMPI_MCA_btl": "^tcp,ofi",
+                                 "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"}
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "--tag-output", "-np"]
 # Open MPI 5 puts a space after it. (A line that begins with one loses it under Open MPI 4.)
 TAG = re.compile(r"^\[\d+,(\d+)\]<(stdout|stderr)>: ?", re.M)
@@ -87,9 +88,9 @@ def run_failing_ranks(ranks, *arguments, program=TRAINER):
     take two seconds to end ranks that have ended."""
     done = run_ranks(ranks, "-c", '"$0" "$@"; echo "exit code $?"', program, *arguments, program="sh",
                      environment={"OMPI_MCA_orte_allowed_exit_without_sync": "1"})
-    codes = set(re.findall(r"^exit code (\d+)$", done.stdout, re.M))
-    assert len(codes) == 1, done
-    done.returncode = int(codes.pop())
+    codes = re.findall(r"^exit code (\d+)$", done.stdout, re.M)
+    assert len(codes) == ranks and len(set(codes)) == 1 and done.returncode == 0, done
+    done.returncode = int(codes[0])
     done.stdout = re.sub(r"^exit code \d+\n", "", done.stdout, flags=re.M)
     return done
 
@@ -584,6 +585,7 @@ def test_two_signals_to_one_rank_give_a_long_step_up(data, tmp_path, zero, micro
     pid, begin = rank_pid(process, 1), time.monotonic()
     os.kill(pid, INT)
     while "ShdPnd:\t0000000000000000\n" not in Path(f"/proc/{pid}/status").read_text():  # a second one would be lost
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(pid, INT)
     done = finish(process)

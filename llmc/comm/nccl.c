@@ -19,7 +19,7 @@ NCCL, adding in BF16, has no operation for.
 #ifdef HAVE_NCCL
 #include "internal.h"
 #include "llmc/base/library.h"
-#include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, cuda_copy_to_host, cuda_convert
+#include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, copies
 
 #define __CUDA_BF16_TYPES_EXIST__ // else older headers (2.20) have no ncclBfloat16
 #include <errno.h>

@@ -76,7 +76,7 @@ static Keys keys_of_block(const Head *head, int64_t first, int64_t rows) {
     int64_t step = (T + MAX_STEPS * at_once - 1) / (MAX_STEPS * at_once) * at_once;
     int64_t begin = keys_seen(head, first).begin / step * step;
     int64_t end = (keys_seen(head, first + rows - 1).end + step - 1) / step * step;
-    return (Keys){begin, end < T ? end : T};
+    return (Keys){begin, min_int64(end, T)};
 }
 
 // Returns which of a block's columns, those of `keys`, a query sees.

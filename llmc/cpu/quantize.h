@@ -16,10 +16,8 @@ typedef struct {
 
 // Returns the place of the tile that begins at `row` and `col` of a tensor (rows, cols).
 static inline TilePlace tile_place(int64_t rows, int64_t cols, int64_t row, int64_t col) {
-    return (TilePlace){.row = row,
-                       .col = col,
-                       .rows = min_int64(rows - row, TILE_ROWS),
-                       .cols = cols - col < TILE_COLS ? cols - col : TILE_COLS};
+    return (TilePlace){
+        .row = row, .col = col, .rows = min_int64(rows - row, TILE_ROWS), .cols = min_int64(cols - col, TILE_COLS)};
 }
 
 // A tile as FP32, which stays in the first-level cache. Beyond the tensor's edges it has zeros,

@@ -309,7 +309,7 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
                         ScaleRounding rounding) {
     TilePlace at = tile->at;
     for (int64_t c = 0; c < at.cols; c += PAIR_COLS) {
-        TilePlace place = {at.row, at.col + c, at.rows, at.cols - c < PAIR_COLS ? at.cols - c : PAIR_COLS};
+        TilePlace place = {at.row, at.col + c, at.rows, min_int64(at.cols - c, PAIR_COLS)};
         int64_t share = fetched_share(place.row, place.col, tile->below.stride);
         Bf16Pair pair = {.x = tile->x + c,
                          .stride = tile->stride,

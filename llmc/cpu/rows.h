@@ -13,10 +13,13 @@ quantizer, which makes its input on the way (see Source in ../backend.h).
 // that of 10 is 1.
 MX_FUNCTION float gelu_clamp(float x) { return vector_clamp(x, -10.0f, 10.0f); }
 
+// Returns GELU's gate, 1 / (1 + exp(-z)) with z = GELU_SCALE (x + GELU_CUBIC x^3), of an x that is
+// clamped.
 MX_FUNCTION float gelu_gate(float clamped) {
     return vector_logistic2(clamped * (LOG2_E * GELU_SCALE + LOG2_E * GELU_SCALE * GELU_CUBIC * (clamped * clamped)));
 }
 
+// Multiplies dout by GELU's slope at x.
 MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         float clamped = gelu_clamp(x[i]), gate = gelu_gate(clamped);

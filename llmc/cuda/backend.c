@@ -66,7 +66,7 @@ static void make_batches(void) {
 }
 
 static void resize_staging(size_t bytes) {
-    cuda_synchronize(); // and so for the copies, which its stream waits for
+    cuda_synchronize(); // and so for batches' copies, since the operations' stream waits for them
     for (int i = 0; i < 2; i++) {
         if (batches.staging[i]) cuda_check(cudaFreeHost(batches.staging[i]), "freeing pinned memory");
         cuda_check(cudaMallocHost((void **)&batches.staging[i], bytes), "allocating pinned memory");

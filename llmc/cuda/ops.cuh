@@ -123,8 +123,6 @@ template <typename T> static __device__ __forceinline__ T layernorm_value(T x, T
     return fmaf((x - mean) * rstd, weight, bias);
 }
 
-#define LOG2_E 1.4426950408889634f
-
 // 2^x and 1 / x. One instruction each, within 2 and 1 ulp, and so as good in logistic2 as the
 // library's functions, which round better only results below 2^-126 (beside 1 they vanish) and
 // division: with those GELU in BF16 is bound by instructions rather than memory.

@@ -246,7 +246,10 @@ template <Term TERM> static double sum_of(const float *a, const float *b, int64_
     } else {
         CUDA_LAUNCH((sum_chunks<Single<float>, TERM>), (unsigned)chunks, BLOCK, 0, device_sums, a, b, count, size);
     }
-    cuda_copy_to_host(sums, device_sums, (size_t)chunks * sizeof(double));
+    cuda_check(
+        cudaMemcpyAsync(sums, device_sums, (size_t)chunks * sizeof(double), cudaMemcpyDeviceToHost, cuda_stream()),
+        "copying from the GPU");
+    cuda_synchronize();
     double total = 0;
     for (int64_t i = 0; i < chunks; i++) {
         total += sums[i];
@@ -282,13 +285,13 @@ static __global__ void __launch_bounds__(BLOCK) digest_rows(uint64_t *sums, Tens
 }
 
 uint64_t cuda_digest(Tensor tensor) {
-    uint64_t *device_sums, sums[MAX_CHUNKS], total = 0;
-    int64_t blocks = tensor.rows < MAX_CHUNKS ? tensor.rows : (int64_t)MAX_CHUNKS;
+    static uint64_t *device_sums; // made by the first call, and kept: freeing it would wait for other ranks
+    uint64_t sums[MAX_CHUNKS], total = 0;
+    int64_t blocks = min_int64(tensor.rows, MAX_CHUNKS);
     if (blocks == 0) return 0;
-    cuda_check(cudaMalloc((void **)&device_sums, sizeof(sums)), "allocating memory of the GPU");
+    if (!device_sums) cuda_check(cudaMalloc((void **)&device_sums, sizeof(sums)), "allocating memory of the GPU");
     CUDA_LAUNCH(digest_rows, (unsigned)blocks, BLOCK, 0, device_sums, tensor);
     cuda_copy_to_host(sums, device_sums, (size_t)blocks * sizeof(*sums));
-    cuda_check(cudaFree(device_sums), "freeing memory of the GPU");
     for (int64_t i = 0; i < blocks; i++) {
         total += sums[i];
     }

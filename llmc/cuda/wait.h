@@ -1,7 +1,7 @@
 /*
-Waiting for the GPU by asking again and again. While cudaStreamSynchronize waits, which spins as
-well, other threads' questions may not return, by a comment in PyTorch's ProcessGroupNCCL: nor those
-of comm/nccl.c's watcher, where what is waited for is another rank.
+Waiting for the GPU by asking again and again. A comment in PyTorch's ProcessGroupNCCL says that
+while cudaStreamSynchronize waits, other threads' questions may not return. Where another rank is
+waited for, those are the questions of comm/nccl.c's watcher. Either way the waiting thread spins.
 */
 #pragma once
 

@@ -36,8 +36,10 @@ _Static_assert(COUNT(ACTIVATION_NAMES) == NUM_ACTIVATIONS + 1 && COUNT(ACTIVATIO
 
 LinearName gpt_linear_name(const GPTConfig *c, int64_t number) {
     int64_t layer = number / LINEARS_PER_BLOCK;
-    LinearName name = {"lm_head"};
-    if (layer < c->layers) {
+    LinearName name;
+    if (layer == c->layers) {
+        snprintf(name.text, sizeof(name.text), "%s", LINEAR_NAMES[LINEAR_HEAD]);
+    } else {
         snprintf(name.text, sizeof(name.text), "h.%ld.%s", layer, LINEAR_NAMES[number % LINEARS_PER_BLOCK]);
     }
     return name;
