@@ -598,7 +598,7 @@ static void test_nccl_fails(void **state) {
          "a rank ended, or the network to it failed, during all_reduce_sum (NCCL: an error: no space left in "
          "/dev/shm); the last checkpoint is whole\n"},
         {"nccl-loses-at-start", EXIT_RANK_LOST,
-         "a rank ended, or the network to it failed, during all_reduce_sum (NCCL: an error: connection closed); "},
+         "a rank ended, or the network to it failed, during the start (NCCL: an error: connection closed); "},
     };
     skip_without_mpi();
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {

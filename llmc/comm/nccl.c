@@ -124,9 +124,10 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     be_the_one_to_end(nccl);
     const char *name = program_invocation_short_name, *error = NCCL(GetErrorString)(result);
     const char *last = NCCL(GetLastError)(NULL);
+    if (!nccl->is_connected) doing = "the start";
     if (result != ncclRemoteError && (result != ncclSystemError || !nccl->is_connected)) {
         fprintf(stderr, "%s, rank %d: NCCL failed at %s: %s (%s); NCCL_DEBUG=INFO says more\n", name, nccl->comm.rank,
-                nccl->is_connected ? doing : "the start", error, last);
+                doing, error, last);
         fflush(NULL);
         _exit(EXIT_BAD_INPUT);
     }
