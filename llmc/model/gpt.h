@@ -140,8 +140,8 @@ Branch *gpt_branch(GPT *model, int64_t layer, int which);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 
 // Errors: a recipe that keeps more blocks in BF16 than the model has, has a filter that matches
-// none of its linear layers (gpt_linear_name), asks of one what recipe_check refuses, or has what is
-// of effect in none (recipe_check_effects).
+// none of its linear layers (gpt_linear_name), asks of one what recipe_check refuses, or has what
+// is of effect in none (recipe_check_effects).
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error);
 
 // Returns what all its linear layers and its norms make of a recipe.
