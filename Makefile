@@ -69,7 +69,7 @@ LINK = @echo '  LINK $@' && $(CC) -fopenmp $(LDFLAGS) $(filter %.o,$^) $(filter 
 $(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(LIBRARY)
 	$(LINK)
 
-$(BUILD)/proxy: $(addprefix $(BUILD)/dev/proxy/,proxy.o model.o data.o authors.o) $(LIBRARY)
+$(BUILD)/proxy: $(addprefix $(BUILD)/dev/proxy/,proxy.o model.o data.o authors.o $(if $(filter 1,$(CUDA)),authors_cuda.o)) $(LIBRARY)
 	$(LINK)
 
 $(BUILD)/mxcast $(BUILD)/dump_logits $(BUILD)/dump_tokens: $(BUILD)/%: $(BUILD)/dev/%.o $(LIBRARY)
@@ -97,10 +97,15 @@ $(BUILD)/%.o: %.cu $(BUILD)/settings
 	$(Q)$(CC) -x c $(CFLAGS) -c $< -o $@
 
 # The CUDA backend: kernels by nvcc, what only calls libraries by the C compiler.
+define compile_kernels
+@mkdir -p $(@D)
+@echo '  NVCC $<'
+$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+endef
 $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings
-	@mkdir -p $(@D)
-	@echo '  NVCC $<'
-	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(compile_kernels)
+$(BUILD)/dev/proxy/%.o: dev/proxy/%.cu $(BUILD)/settings
+	$(compile_kernels)
 
 $(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
 $(BUILD)/llmc/cpu/amx.o $(BUILD)/llmc/cpu/attention_amx.o: CFLAGS += $(AMX_CFLAGS)

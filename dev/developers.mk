@@ -5,7 +5,7 @@
 TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud% dev/test/test_comm_nccl.c,$(wildcard dev/test/test_*.c))) \
     $(BUILD)/test_gpt
 ifneq ($(NVCC),)
-TESTS += $(addprefix $(BUILD)/,test_mx_cuda test_hostcuda test_cuda_rounding test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench)
+TESTS += $(addprefix $(BUILD)/,test_mx_cuda test_hostcuda test_cuda_rounding test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench test_cuda_authors)
 ifeq ($(CUDA),1)
 TESTS += $(addprefix $(BUILD)/,$(if $(NATIVE_BLOCK128),test_cuda_gemm) test_cuda_device $(if $(filter 1,$(CUDNN)),test_cudnn_graphs) \
     $(if $(filter 11,$(NCCL)$(MPI)),test_comm_nccl))
@@ -49,7 +49,7 @@ HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra $(if $(WERR
     $(CUDA_INCLUDES) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(patsubst %.cu,$(BUILD)/hostcuda/%.o,$(wildcard llmc/cuda/*.cu)) \
     $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o llmc/cuda/stream.o)
-HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_rounding test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench)
+HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_rounding test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench test_cuda_authors)
 
 $(BUILD)/hostcuda/%.o: %.cu $(BUILD)/settings
 	@mkdir -p $(@D)
@@ -66,8 +66,9 @@ $(BUILD)/hostcuda/%.o: %.c $(BUILD)/settings
 	@echo '  CC   $<'
 	$(Q)$(CC) $(filter-out -DHAVE_CUDNN,$(CFLAGS)) $(CUDA_INCLUDES) -c $< -o $@
 
-$(filter-out %_gpt %_bench,$(HOSTCUDA_TESTS)): $(BUILD)/hostcuda/llmc/cuda/attention_choose.o
-$(BUILD)/test_cuda_gpt $(BUILD)/test_cuda_bench: $(BUILD)/hostcuda/dev/test/cuda_attention_standin.o
+$(filter-out %_gpt %_bench %_authors,$(HOSTCUDA_TESTS)): $(BUILD)/hostcuda/llmc/cuda/attention_choose.o
+$(BUILD)/test_cuda_gpt $(BUILD)/test_cuda_bench $(BUILD)/test_cuda_authors: $(BUILD)/hostcuda/dev/test/cuda_attention_standin.o
+$(BUILD)/test_cuda_authors: $(addprefix $(BUILD)/,hostcuda/dev/proxy/authors_cuda.o dev/proxy/authors.o dev/proxy/model.o)
 $(HOSTCUDA_TESTS): LDFLAGS += $(ALIGNMENT)
 $(HOSTCUDA_TESTS): $(BUILD)/%: $(BUILD)/hostcuda/dev/test/%.o $(HOSTCUDA_OBJECTS) $(LIBRARY)
 	$(LINK) -lcmocka
@@ -77,8 +78,9 @@ $(BUILD)/test_hostcuda: $(addprefix $(BUILD)/hostcuda/dev/,test/test_hostcuda.o 
 	$(LINK) -lcmocka
 
 # On a card: dev/gpu/check.sh.
-GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
+GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_authors)
 $(BUILD)/dev/test/test_cuda_%.o: CFLAGS += $(CUDA_INCLUDES)
+$(BUILD)/gpu_test_cuda_authors: $(addprefix $(BUILD)/dev/proxy/,authors_cuda.o authors.o model.o)
 $(GPU_TESTS): $(BUILD)/gpu_%: $(BUILD)/dev/test/%.o $(LIBRARY)
 	$(LINK) -lcmocka
 

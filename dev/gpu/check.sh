@@ -414,7 +414,7 @@ choose_contenders() {
 }
 what_is_right() {
   if step build-tests 300 build gpu-tests; then
-    for name in quantize ops attention gpt; do
+    for name in quantize ops attention gpt authors; do
       step "test_cuda_$name" 180 "$build/gpu_test_cuda_$name"
     done
     step test_cuda_gemm 120 gemm_test

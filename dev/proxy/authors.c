@@ -1,228 +1,143 @@
 #include "authors.h"
+#include "authors_rows.h"
 
-#include <math.h>
 #include <stdlib.h>
 
-static const Backend *cpu;
+static const Backend *base; // what the table is made around
+static const AuthorsOps *ops;
 static AuthorsArithmetic arithmetic;
 
-// Scratch
+// On the CPU
+
+static const Columns ALL = {0, 1};
+
+static void cpu_round(Tensor out, Tensor in, bool odd) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < in.rows * in.cols; i++) {
+        put(out, i, q_operand(get(in, i), odd));
+    }
+}
+
+static void cpu_norm_forward(Tensor out, float *scratch, Tensor x, NormParams norm) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < x.rows; row++) {
+        row_forward(out, scratch + row * x.cols, x, row, norm, ALL);
+    }
+}
+
+static void cpu_norm_backward(Tensor dinput, float *products, Tensor dout, Tensor input, NormParams norm) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < dout.rows; row++) {
+        row_backward(dinput, products + row * dout.cols, dout, input, row, norm, ALL);
+    }
+}
+
+static void cpu_add_columns(float *sums, Tensor values) {
+#pragma omp parallel for schedule(static)
+    for (int64_t col = 0; col < values.cols; col++) {
+        add_column(sums, values, col);
+    }
+}
+
+static void cpu_activation_forward(Tensor out, Tensor input, Activation activation) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < input.rows * input.cols; i++) {
+        put(out, i, activate(get(input, i), activation));
+    }
+}
+
+static void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < input.rows * input.cols; i++) {
+        put(dinput, i, q(activation_slope(get(input, i), activation) * q(get(dout, i))));
+    }
+}
+
+const AuthorsOps authors_on_cpu = {cpu_round,       cpu_norm_forward,       cpu_norm_backward,
+                                   cpu_add_columns, cpu_activation_forward, cpu_activation_backward};
+
+// Scratch, on the device
 
 typedef struct {
     void *memory;
     size_t bytes;
 } Buffer;
-static Buffer made, operand, products, wide; // a source; it rounded; of layernorm; of a GEMM
+enum { MADE, OPERAND, PRODUCTS, WIDE, BUFFERS }; // a source; it rounded; of layernorm; of a GEMM
+static Buffer buffers[BUFFERS];
 
-static void *room(Buffer *buffer, size_t bytes) {
+static void release(Buffer *buffer) {
+    if (buffer->memory) base->release(buffer->memory);
+    *buffer = (Buffer){0};
+}
+
+static Tensor room_for(int which, Format dtype, int64_t rows, int64_t cols) {
+    Buffer *buffer = &buffers[which];
+    size_t bytes = (size_t)(rows * cols) * dtype_size(dtype);
     if (bytes > buffer->bytes) {
-        free(buffer->memory);
-        *buffer = (Buffer){allocate(bytes), bytes};
+        release(buffer);
+        *buffer = (Buffer){base->allocate(bytes), bytes};
     }
-    return buffer->memory;
-}
-
-static Tensor room_for(Buffer *buffer, Format dtype, int64_t rows, int64_t cols) {
-    return tensor_make(room(buffer, (size_t)(rows * cols) * dtype_size(dtype)), dtype, rows, cols);
-}
-
-// Elements
-
-// Rounds to BF16, away from zero at ties.
-static inline float q(float x) {
-    uint32_t bits = mx_float_bits(x);
-    if ((bits & 0x7FFFFFFFu) >= 0x7F800000u) return x;
-    return mx_bits_float((bits + 0x8000u) & 0xFFFF0000u);
-}
-
-static inline float get(Tensor t, int64_t i) {
-    return t.dtype == FORMAT_FP32 ? ((const float *)t.data)[i] : mx_from_bf16(((const uint16_t *)t.data)[i]);
-}
-
-static inline void put(Tensor t, int64_t i, float x) {
-    if (t.dtype == FORMAT_FP32) {
-        ((float *)t.data)[i] = x;
-    } else {
-        ((uint16_t *)t.data)[i] = mx_to_bf16(x);
-    }
-}
-
-static void round_tensor(Tensor out, Tensor in) {
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < in.rows * in.cols; i++) {
-        put(out, i, q(get(in, i)));
-    }
+    return tensor_make(buffer->memory, dtype, rows, cols);
 }
 
 // Layernorm
 
-// What both passes know of a row: (x - mean) / root, root^2 the variance with eps.
-typedef struct {
-    float variance, root, inverse;
-} RowStatistics;
-
-static float rounded_mean(double sum, int64_t count) { return q(q((float)sum) / (float)count); }
-
-// Writes the normalized row to n (C).
-static RowStatistics normalize_row(float *n, Tensor x, int64_t row, float eps) {
-    int64_t C = x.cols, first = row * C;
-    double sum = 0, squares = 0;
-    for (int64_t c = 0; c < C; c++) {
-        sum += n[c] = q(get(x, first + c));
-    }
-    float mean = rounded_mean(sum, C);
-    for (int64_t c = 0; c < C; c++) {
-        n[c] = q(n[c] - mean);
-        squares += q(n[c] * n[c]);
-    }
-    RowStatistics s = {.variance = q(rounded_mean(squares, C) + eps)};
-    s.root = q(sqrtf(s.variance));
-    s.inverse = q(1 / s.root);
-    for (int64_t c = 0; c < C; c++) {
-        n[c] = q(n[c] * s.inverse);
-    }
-    return s;
-}
-
-static void write_normalized(Tensor out, Tensor x, NormParams norm) {
-    int64_t C = x.cols;
-    float *all = room(&products, (size_t)(x.rows * C) * sizeof(float));
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < x.rows; row++) {
-        float *n = all + row * C;
-        normalize_row(n, x, row, norm.eps);
-        for (int64_t c = 0; c < C; c++) {
-            float scaled = norm.weight ? q(q(norm.weight[c]) * n[c]) : n[c];
-            put(out, row * C + c, norm.bias ? q(scaled + q(norm.bias[c])) : scaled);
-        }
-    }
-}
-
 static void layernorm_forward(Tensor out, Tensor sum, Tensor input, Tensor residual, NormParams norm) {
     if (!arithmetic.layernorm || norm.kind != NORM_LAYERNORM) {
-        cpu->layernorm_forward(out, sum, input, residual, norm);
+        base->layernorm_forward(out, sum, input, residual, norm);
         return;
     }
     NormParams unread = {.kind = NORM_RMSNORM, .eps = norm.eps, .rstd = norm.rstd};
-    if (residual.data) cpu->layernorm_forward((Tensor){0}, sum, input, residual, unread);
-    if (out.data) write_normalized(out, residual.data ? sum : input, norm);
-}
-
-// The gradient of a normalized value.
-static inline float normalized_gradient(Tensor dout, int64_t i, const float *weight, int64_t c) {
-    return q(q(get(dout, i)) * q(weight ? weight[c] : 1));
-}
-
-// The gradient of a value, less the row's mean of these. `back`: along the normalized row n.
-static inline float shifted_gradient(float dn, float inverse, float back, float n) {
-    return q(q(dn * inverse) + q(-back * n));
-}
-
-// Adds a row's gradient to dinput, and makes of n (C), the normalized row, its products with dout.
-static void row_backward(Tensor dinput, float *n, RowStatistics s, Tensor dout, int64_t row, const float *weight) {
-    int64_t C = dout.cols, first = row * C;
-    double along = 0, sum = 0;
-    for (int64_t c = 0; c < C; c++) {
-        along += q(q(normalized_gradient(dout, first + c, weight, c) * n[c]) * s.root);
-    }
-    float back = q(rounded_mean(along, C) * q(1 / s.variance));
-    for (int64_t c = 0; c < C; c++) {
-        sum += shifted_gradient(normalized_gradient(dout, first + c, weight, c), s.inverse, back, n[c]);
-    }
-    float mean = rounded_mean(sum, C);
-    for (int64_t c = 0; c < C; c++) {
-        float dn = normalized_gradient(dout, first + c, weight, c);
-        float dx = q(shifted_gradient(dn, s.inverse, back, n[c]) - mean);
-        put(dinput, first + c, get(dinput, first + c) + dx);
-        n[c] = q(q(get(dout, first + c)) * n[c]);
-    }
-}
-
-// Adds the rounded sums of columns.
-static void add_columns(float *sums, const float *values, int64_t rows, int64_t cols) {
-#pragma omp parallel for schedule(static)
-    for (int64_t c = 0; c < cols; c++) {
-        double sum = 0;
-        for (int64_t row = 0; row < rows; row++) {
-            sum += values[row * cols + c];
-        }
-        sums[c] += q((float)sum);
-    }
+    if (residual.data) base->layernorm_forward((Tensor){0}, sum, input, residual, unread);
+    if (!out.data) return;
+    Tensor x = residual.data ? sum : input;
+    ops->norm_forward(out, room_for(PRODUCTS, FORMAT_FP32, x.rows, x.cols).data, x, norm);
 }
 
 static void layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
                                NormParams norm) {
     if (arithmetic.no_norm_biases) dbias = NULL;
     if (!arithmetic.layernorm || norm.kind != NORM_LAYERNORM) {
-        cpu->layernorm_backward(dinput, dweight, dbias, dout, input, norm);
+        base->layernorm_backward(dinput, dweight, dbias, dout, input, norm);
         return;
     }
-    int64_t rows = dout.rows, C = dout.cols;
-    float *all = room(&products, (size_t)(rows * C) * sizeof(float));
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        RowStatistics s = normalize_row(all + row * C, input, row, norm.eps);
-        row_backward(dinput, all + row * C, s, dout, row, norm.weight);
-    }
-    if (dweight) add_columns(dweight, all, rows, C);
+    Tensor values = room_for(PRODUCTS, FORMAT_FP32, dout.rows, dout.cols);
+    ops->norm_backward(dinput, values.data, dout, input, norm);
+    if (dweight) ops->add_columns(dweight, values);
     if (!dbias) return;
-    round_tensor(tensor_make(all, FORMAT_FP32, rows, C), dout);
-    add_columns(dbias, all, rows, C);
+    ops->round(values, dout, false);
+    ops->add_columns(dbias, values);
 }
 
 // Activations
-
-// The logistic function of 1.59375 (x + 0.044677734 x^3), by which they have GELU.
-static inline float gelu_gate(float x) {
-    float inner = q(1.59375f * q(q(0.044677734f * q(q(x * x) * x)) + x));
-    return q(1 / q(q(expf(-inner)) + 1));
-}
-
-static inline float gelu_slope(float x) {
-    float gate = gelu_gate(x), spread = q(gate * q(1 - gate));
-    float inner_slope = q(1.59375f + q(0.21386719f * q(x * x)));
-    return q(gate + q(x * q(inner_slope * spread)));
-}
 
 static bool is_theirs(Activation activation) {
     return arithmetic.activation && (activation == ACTIVATION_GELU || activation == ACTIVATION_RELU);
 }
 
 static void activation_forward(Tensor out, Tensor input, Activation activation) {
-    if (!is_theirs(activation)) {
-        cpu->activation_forward(out, input, activation);
-        return;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < input.rows * input.cols; i++) {
-        float x = q(get(input, i));
-        put(out, i, activation == ACTIVATION_RELU ? fmaxf(x, 0) : q(x * gelu_gate(x)));
-    }
+    (is_theirs(activation) ? ops->activation_forward : base->activation_forward)(out, input, activation);
 }
 
 static void activation_backward(Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation) {
     if (dbias) die("internal error: the authors' linear layers have no biases");
-    if (!is_theirs(activation)) {
-        cpu->activation_backward(dinput, NULL, dout, input, activation);
-        return;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < input.rows * input.cols; i++) {
-        float x = q(get(input, i)), slope = activation == ACTIVATION_RELU ? (float)(x > 0) : gelu_slope(x);
-        put(dinput, i, q(slope * q(get(dout, i))));
+    if (is_theirs(activation)) {
+        ops->activation_backward(dinput, dout, input, activation);
+    } else {
+        base->activation_backward(dinput, NULL, dout, input, activation);
     }
 }
 
 // Linear layers
 
-// Returns whether a source is made here, rather than by the CPU's quantizer as it is read.
+// Returns whether a source is made here, rather than by the quantizer as it is read.
 static bool is_made_here(const Source *in) {
     if (in->kind == SOURCE_TENSOR) return false;
     return arithmetic.linear || (in->kind == SOURCE_LAYERNORM ? arithmetic.layernorm : is_theirs(in->activation));
 }
 
 static Tensor make_source(const Source *in) {
-    Tensor out = room_for(&made, in->x.dtype, in->x.rows, source_cols(in));
+    Tensor out = room_for(MADE, in->x.dtype, in->x.rows, source_cols(in));
     switch (in->kind) {
     case SOURCE_TENSOR:
         return in->x;
@@ -233,26 +148,19 @@ static Tensor make_source(const Source *in) {
         activation_forward(out, in->x, in->activation);
         break;
     case SOURCE_ACTIVATION_BACKWARD:
-        cpu->convert(out, in->dout);
+        base->convert(out, in->dout);
         activation_backward(out, NULL, out, in->x, in->activation);
         break;
     }
-    if (in->stored.data) cpu->convert(in->stored, out);
+    if (in->stored.data) base->convert(in->stored, out);
     return out;
 }
 
-// Returns the values rounded to BF16, in FP32. Their elements too are rounded away from zero at
-// ties: the last bit of FP32, far below BF16's, makes our rounding to even do so. It doesn't move a
-// scale that is rounded down.
+// Returns the values rounded to BF16, in FP32, so that their elements too are rounded away from
+// zero at ties. What that takes doesn't move a scale that is rounded down.
 static Tensor make_operand(Tensor in, ScaleRounding rounding) {
-    Tensor out = room_for(&operand, FORMAT_FP32, in.rows, in.cols);
-    round_tensor(out, in);
-    if (rounding != SCALE_FLOOR) return out;
-    float *values = out.data;
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < in.rows * in.cols; i++) {
-        if (values[i] != 0 && isfinite(values[i])) values[i] = mx_bits_float(mx_float_bits(values[i]) | 1);
-    }
+    Tensor out = room_for(OPERAND, FORMAT_FP32, in.rows, in.cols);
+    ops->round(out, in, rounding == SCALE_FLOOR);
     return out;
 }
 
@@ -260,22 +168,22 @@ static void quantize(const QuantizedTensor *rowwise, const QuantizedTensor *colu
                      ScaleRounding rounding) {
     Source source = is_made_here(&in) ? source_tensor(make_source(&in)) : in;
     if (arithmetic.linear) source = source_tensor(make_operand(source.x, rounding));
-    cpu->quantize(rowwise, columnwise, source, rounding);
+    base->quantize(rowwise, columnwise, source, rounding);
 }
 
 // Gradients of weights are added to ones that are zero, so that what is rounded is the gradient.
 static void gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     bool through_fp32 = arithmetic.linear && d.dtype != FORMAT_FP32;
-    Tensor out = through_fp32 ? room_for(&wide, FORMAT_FP32, d.rows, d.cols) : d;
-    cpu->gemm(out, a, b, options);
-    if (arithmetic.linear) round_tensor(d, out);
+    Tensor out = through_fp32 ? room_for(WIDE, FORMAT_FP32, d.rows, d.cols) : d;
+    base->gemm(out, a, b, options);
+    if (arithmetic.linear) ops->round(d, out, false);
 }
 
 // Makes the MX copies from the new masters rounded to BF16.
 static void adamw(AdamWUpdate update) {
     QuantizedTensor copies[] = {update.rowwise, update.columnwise};
     if (arithmetic.linear) update.rowwise.elements = update.columnwise.elements = NULL;
-    cpu->adamw(update);
+    base->adamw(update);
     if (!arithmetic.linear) return;
     const QuantizedTensor *wanted[2];
     for (int i = 0; i < 2; i++) {
@@ -285,9 +193,13 @@ static void adamw(AdamWUpdate update) {
     if (wanted[0] || wanted[1]) quantize(wanted[0], wanted[1], source_tensor(master), update.rounding);
 }
 
-const Backend *authors_backend(const Backend *backend, AuthorsArithmetic what) {
+const Backend *authors_backend(const Backend *backend, const AuthorsOps *of_device, AuthorsArithmetic what) {
     static Backend table;
-    cpu = backend;
+    for (int i = 0; i < BUFFERS; i++) {
+        release(&buffers[i]);
+    }
+    base = backend;
+    ops = of_device;
     arithmetic = what;
     table = *backend;
     table.layernorm_forward = layernorm_forward;

@@ -1,7 +1,7 @@
 /*
 The arithmetic of the authors' program (github.com/KempnerInstitute/systems-scaling, which computes
-with microxcaling), as a backend around the CPU's: each part of it by itself, or all together. Every
-intermediate result that they round to BF16 is rounded to nearest, away from zero at ties.
+with microxcaling), as a backend around another one: each part of it by itself, or all together.
+Every intermediate result that they round to BF16 is rounded to nearest, away from zero at ties.
 */
 #pragma once
 
@@ -14,5 +14,25 @@ typedef struct {
     bool no_norm_biases; // layernorms' biases get no gradient
 } AuthorsArithmetic;
 
-// Returns the table, which the next call changes; it works on the host's memory.
-const Backend *authors_backend(const Backend *cpu, AuthorsArithmetic arithmetic);
+// What a device computes of it. Rows of tensors follow one another without gaps; scratch and values
+// are (rows, cols) FP32.
+typedef struct {
+    void (*round)(Tensor out, Tensor in, bool odd); // `odd` as of q_operand
+    void (*norm_forward)(Tensor out, float *scratch, Tensor x, NormParams norm);
+    // Adds to dinput. Makes `products` the normalized rows times dout.
+    void (*norm_backward)(Tensor dinput, float *products, Tensor dout, Tensor input, NormParams norm);
+    void (*add_columns)(float *sums, Tensor values);                             // their rounded sums
+    void (*activation_forward)(Tensor out, Tensor input, Activation activation); // GELU or ReLU
+    void (*activation_backward)(Tensor dinput, Tensor dout, Tensor input, Activation activation);
+} AuthorsOps;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+extern const AuthorsOps authors_on_cpu, authors_on_cuda; // the latter in a build with CUDA
+#ifdef __cplusplus
+}
+#endif
+
+// Returns the table, which the next call changes. `ops` are those of the backend's device.
+const Backend *authors_backend(const Backend *backend, const AuthorsOps *ops, AuthorsArithmetic arithmetic);

@@ -112,7 +112,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         FLOAT("eps", "X", &s->adam.eps, 1e-30, 1, "of adam: added to the denominator"),
     };
     const Option after[] = {
-        GROUP("Arithmetic, as the authors' program has it (CPU)"),
+        GROUP("Arithmetic, as the authors' program has it"),
         CHOICE("arithmetic", "WHOSE", &s->arithmetic, ARITHMETICS,
                "authors: all of the next six, and gains aren't quantized. The FP32 twin has none of them"),
         FLAG("bf16-layernorm", &s->parts.layernorm,
@@ -333,6 +333,14 @@ static ProxyConfig teacher_config(const Settings *s) {
     return config;
 }
 
+static const AuthorsOps *authors_ops(const Backend *backend) {
+#ifdef HAVE_CUDA
+    if (backend != backend_cpu()) return &authors_on_cuda;
+#endif
+    (void)backend; // without CUDA there is one alone
+    return &authors_on_cpu;
+}
+
 // Makes of --arithmetic authors its parts, and of these the student's backend.
 static void plan_arithmetic(Run *run) {
     Settings *s = &run->settings;
@@ -357,8 +365,7 @@ static void plan_arithmetic(Run *run) {
             "leave out one",
             run->recipe.name);
     }
-    if (run->backend != backend_cpu()) die("the authors' arithmetic is computed on the CPU alone: use --device cpu");
-    run->student_backend = authors_backend(run->backend, s->parts);
+    run->student_backend = authors_backend(run->backend, authors_ops(run->backend), s->parts);
 }
 
 // The teacher's recipe; its output is FP32 always.

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
-HOSTCUDA = {"test_cuda_attention", "test_cuda_gpt", "test_cuda_ops", "test_cuda_quantize"}  # kernels, on the CPU's shim
+# Kernels, on the CPU's shim.
+HOSTCUDA = {f"test_cuda_{name}" for name in ("attention", "authors", "gpt", "ops", "quantize")}
 LONGEST = {"test_ranks", "test_trainer"}  # begun first, so that none runs on alone
 RANKS = {"test_comm", "test_comm_nccl", "test_param"}  # also on several ranks
 ALL_SKIPPED = 5  # pytest's exit code, of a file whose tests need a package that isn't there
