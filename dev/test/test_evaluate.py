@@ -326,6 +326,28 @@ def test_questions_refused_before_a_run(runs, tmp_path):
         assert done.returncode == 2 and words in one_sentence(done.stderr) and not (tmp_path / "run").exists()
 
 
+def answer(**said):
+    return {"id": 1, "context": "A", "continuation": " B", "task": "t", "question": 1, "gold": True} | said
+
+
+@pytest.mark.parametrize("lines, words", [
+    ([answer(gold=1)], '"gold" must be true'),
+    ([answer(question="q1")], '"question" must be a whole number'),
+    ([answer(task=7)], '"task" must be a string'),
+    ([answer(question=3), answer(question=4), answer(question=4)], "line 2: of the answers of the question that begins there 2 are"),
+    ([answer(gold=False)], "line 1: of the answers of the question that begins there 0 are"),
+    ([answer(), answer(question=2), answer(gold=False)], "line 3: the question of this line has been before"),
+    ([answer(), answer(task="u"), answer(question=2)], "line 3: the task of this line has been before"),
+])
+def test_questions_that_would_be_misread(runs, tmp_path, lines, words):
+    """A gold of another type would be true, a question of another type one of its own, and parts of one two."""
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run("--train-data", runs / "data/train_*.bin", *SIZE, "--max-steps", 1, "--eval-requests", asked, "--out-dir", tmp_path / "run")
+    assert done.returncode == 2 and words in one_sentence(done.stderr) and "asked.jsonl, line" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("arguments, words", [
     ([], "name a run"), (["none"], "none holds no checkpoint"), (["one", "one", "--tasks", "tell.jsonl"], "named twice"),
     (["one", "--tasks", "tell.jsonl,tell.jsonl"], "twice"), (["one", "--limit", "-1"], "--limit"),

@@ -174,6 +174,8 @@ def test_spaces_before_a_continuation(tmp_path):
     header = np.zeros(256, np.uint32)
     header[:4] = 20240328, 2, len(names), 4
     (tmp_path / "melts.bin").write_bytes(header.tobytes() + b"".join(bytes([len(name)]) + name for name in names))
+    for file in (tmp_path / "run").rglob("tokenizer*"):  # of other tokens; with one of its own it takes no other
+        file.unlink()
     found, _ = score(tmp_path / "run", [request(1, "A", "B"), request(2, "A", "BA")], "--tokenizer", tmp_path / "melts.bin",
                      scratch=tmp_path)
     assert [line["tokens"] for line in found] == [1, 1]  # A|B; AB|A, whose first token is the context's
@@ -208,6 +210,8 @@ def test_what_is_refused_besides(llama, tmp_path):
     path, empty = tmp_path / "requests.jsonl", tmp_path / "empty.jsonl"
     path.write_text(GOOD)  # a last line needs no end
     empty.write_text("")
+    own = (llama / "tokenizer.bin").read_bytes()
+    (tmp_path / "other.bin").write_bytes(own[:-1] + bytes([own[-1] ^ 1]))
     assert run("--score", llama, "--requests", path).stdout.startswith('{"id":1,"logprob":-')
     for arguments, part in ((["--score", llama], "--score needs --requests"),
                             (["--requests", path], "--requests is for --score"),
@@ -215,6 +219,8 @@ def test_what_is_refused_besides(llama, tmp_path):
                             (["--score", llama, "--requests", tmp_path / "none"], "none"),
                             (["--score", llama, "--requests", empty], "is empty"),
                             (["--score", tmp_path / "none", "--requests", path], "no such directory"),
+                            (["--score", llama, "--requests", path, "--tokenizer", tmp_path / "other.bin"], "isn't the one of"),
+                            (["--generate", llama, "--tokenizer", tmp_path / "other.bin"], "whose ids mean other text"),
                             (["--score", FIXTURES / "hf_llama", "--requests", path], "has no tokenizer.bin")):
         done = run(*arguments)
         assert done.returncode == 2 and done.stdout == "" and part in one_sentence(done.stderr)

@@ -394,11 +394,11 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes,
 
 const char *tokenizer_why_not(const Tokenizer *tokenizer) {
     const TokenizerRules *rules = &tokenizer->rules;
-    static char why[400];
+    static char why[512];
     if (rules->unsupported[0]) {
         snprintf(why, sizeof(why),
-                 "tokenizer.json has %s, by which this program can't encode any text: name a tokenizer without it by "
-                 "--tokenizer",
+                 "tokenizer.json has %s, by which this program can't encode any text: leave prompts and scores to "
+                 "transformers and lm-eval, which take its checkpoints",
                  rules->unsupported);
         return why;
     }

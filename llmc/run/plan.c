@@ -3,6 +3,7 @@
 #include "plan_memory.h"
 #include "llmc/base/util.h"
 #include "presets.h"
+#include "task_score.h"
 
 #include <errno.h>
 #include <math.h>
@@ -317,13 +318,19 @@ static char *tokenizer_beside(const char *pattern) {
     return tokenizer;
 }
 
-// Refuses a tokenizer at `path`, where there is one, other than the data's: with it samples and
-// prompts, or a part of a blend, would be nonsense.
+// Refuses a tokenizer at `path`, where there is one, other than the data's or the one that was named
+// for a given model: with it samples, prompts and scores, or a part of a blend, would be nonsense.
 static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     Tokenizer other;
     if (!p->has_tokenizer || !path_exists(path)) return;
     tokenizer_open(&other, path, OR_DIE);
-    if (other.file_bytes != p->tokenizer.file_bytes || memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
+    bool is_same =
+        other.file_bytes == p->tokenizer.file_bytes && memcmp(other.file, p->tokenizer.file, other.file_bytes) == 0;
+    if (!is_same && given_model(&p->line.settings)) {
+        die("--tokenizer %s (%d tokens) isn't the one of %s (%d tokens), whose ids mean other text: leave it out",
+            p->line.settings.tokenizer_path, p->tokenizer.vocab_size, whose, other.vocab_size);
+    }
+    if (!is_same) {
         die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with the latter "
             "(data/prepare.py --tokenizer)",
             p->tokenizer.vocab_size, whose, other.vocab_size);
@@ -333,7 +340,8 @@ static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
 }
 
 static void check_same_tokenizers(Plan *p) {
-    const char *directory = p->line.settings.init_from;
+    const Settings *s = &p->line.settings;
+    const char *directory = given_model(s) ? given_model(s) : s->init_from;
     char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
     if (path) check_same_tokenizer(p, path, directory);
     free(path);
@@ -835,6 +843,7 @@ static void plan_eval(Plan *p) {
     if (!path) return;
     if (!p->has_tokenizer) die_without_tokenizer(p, "--eval-requests");
     score_read(&p->eval, path, &p->tokenizer, OR_DIE);
+    task_check(&p->eval, path, OR_DIE);
 }
 
 void plan_training(Plan *p) {

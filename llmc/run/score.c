@@ -67,12 +67,20 @@ static int64_t count_characters(const char *text) {
 }
 
 // Takes what a line says of a task.
-static void read_question(ScoreRequest *request, const JsonValue *line) {
+static bool read_question(ScoreRequest *request, const JsonValue *line, Error *error) {
     const char *task = json_string(line, "task");
     request->task = format_string("%s", task ? task : "");
-    json_int64(line, "question", &request->question);
     request->gold = true;
-    json_bool(line, "gold", &request->gold);
+    if (!task && json_get(line, "task")) {
+        return error_set(error, "\"task\" must be a string: write \"task\": \"name\"");
+    }
+    if (!json_int64(line, "question", &request->question) && json_get(line, "question")) {
+        return error_set(error, "\"question\" must be a whole number, the same for all answers of a question");
+    }
+    if (!json_bool(line, "gold", &request->gold) && json_get(line, "gold")) {
+        return error_set(error, "\"gold\" must be true, of the right answer, or false");
+    }
+    return true;
 }
 
 static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, Error *error) {
@@ -85,7 +93,7 @@ static bool read_request(ScoreRequest *request, const JsonValue *line, const Tok
     if (!read_id(request, line, error)) return false;
     request->bytes = (int64_t)strlen(continuation);
     request->characters = count_characters(continuation + (continuation[0] == ' '));
-    read_question(request, line);
+    if (!read_question(request, line, error)) return false;
     return encode(request, tokenizer, context, continuation) ||
            error_set(error, "it can't be encoded: %s", tokenizer_why_not(tokenizer));
 }
@@ -119,7 +127,7 @@ bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer
         size_t left = bytes - (size_t)(line - text);
         const char *end = memchr(line, '\n', left);
         size_t length = end ? (size_t)(end - line) : left;
-        all->requests[all->count].question = all->count + 1;
+        all->requests[all->count].question = -(all->count + 1);
         ok = read_line(&all->requests[all->count], line, length, tokenizer, &detail) ||
              error_set(error, "%.300s, line %ld: %.600s", path, all->count + 1, detail.message);
         line += length + 1;

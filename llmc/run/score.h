@@ -24,7 +24,7 @@ typedef struct {
     int64_t characters;      // of it, without a space that it begins with
     // Of a task's question, whose requests follow each other:
     char *task;       // "" where the file doesn't say
-    int64_t question; // the line's number where the file doesn't say
+    int64_t question; // minus the line's number where the file doesn't say
     bool gold;        // the right answer
     Score score;
 } ScoreRequest;
