@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainer import CHANNELS, MODEL, SLOWNESS, VOCAB, dry_run, one_sentence, run, run_well
+from trainer import CHANNELS, MODEL, SLOWNESS, T, VOCAB, dry_run, make_data, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
@@ -86,6 +86,29 @@ def test_without_a_link_there_is_memory_and_wire_alone():
 def test_this_machine():
     text = plan("cpu", 1, *MODEL)
     assert "plan     this machine: " in text and seconds(text) > 0
+
+
+def test_the_time_is_of_all_recipes():
+    """2 of 1000 steps have the first one, which step and table are of; the wire line says what each sends."""
+    base = [*MODEL, "--vocab-size", 8192, "--batch-size", 16, "--max-steps", 1000]
+    first, second = (seconds(plan("h100", None, *base, "--recipe", recipe)) for recipe in ("mxfp8", "bf16"))
+    text = plan("h100", None, *base, "--recipe", "mxfp8", "--recipe-at", "2:bf16")
+    assert seconds(text) == first and "(all this is of the first recipe; the time is of all)" in text
+    minutes = number(text, r"^  time +.* tokens: ([\d.e+-]+) minutes")
+    assert minutes == pytest.approx((2 * first + 998 * second) / 60, rel=0.01) and abs(first / second - 1) > 0.03
+    assert "first recipe" not in plan("h100", None, *base)
+    wire = plan("h100", 4, *base, "--recipe", "mxfp8", "--recipe-at", "2:bf16")
+    lines = [re.search(rf"^{start}a rank sends .*", wire, re.M).group() for start in ("wire     ", "         from step 2 on ")]
+    assert "(mx;" in lines[0] and lines[0][9:] != lines[1][24:]
+
+
+def test_the_time_is_of_the_steps_that_are_left(tmp_path):
+    """Of a run of 16 steps that goes on after 4."""
+    data = make_data(tmp_path)
+    size = ["--vocab-size", VOCAB, *MODEL, "--batch-size", 2, "--out-dir", tmp_path / "run"]
+    run_well(*data, *size, "--max-steps", 4)
+    text = plan("cpu", 1, "--resume", "--max-steps", 16, "--out-dir", tmp_path / "run")
+    assert number(text, r"^  time +([\d.]+)(\w?) tokens") == 12 * 2 * T and ", 16 steps, " in text
 
 
 BESIDE = r"^  to save and load, besides +([\d.]+) (\w?)B"

@@ -460,7 +460,7 @@ static void test_ranks(void **state) {
           4 * (ALL - MULTIPLIED) + 32 * (40960 + VECTORS) + (4 + 5) * 36864 + 8 * 4 + 2 * 4096 + 256);
     s.recipe = recipe_of("mxfp8");
 
-    s.run.wire = (WireBytes){3e9, {1e9, 2e9, 4e9}, 0};
+    s.run.wire = (WireBytes){.gradients = 3e9, .weights = {1e9, 2e9, 4e9}};
     device = device_of(1e300, 1e300, true);
     device.collective_latency = 1e-3;
     RooflineStep step = roofline_step(&device, &s.run);
@@ -494,6 +494,18 @@ static void test_ranks(void **state) {
     step = roofline_step(&device, &s.run);
     check("hidden behind compute", step.exposed, 29.0 / 53 * 4);
     assert_true(step.overlapped_step < step.step);
+
+    // Muon waits for what it gathers, a matrix of eight at a time, whatever there is to compute.
+    device.collective_latency = 1e-3;
+    s.run.wire.muon = 2.5e8;
+    s.sharding.muon = true;
+    step = roofline_step(&device, &s.run);
+    check("weights' seconds, muon", step.weights, 0.75 + 2e-3 * 18);
+    check("muon's seconds", step.muon, 0.25 + 2e-3 * 8);
+    check("hidden but for muon's", step.exposed, 29.0 / 53 * (step.gradients + step.weights) + step.muon);
+    device = device_of(1e300, 1e300, true);
+    step = roofline_step(&device, &s.run);
+    check("nothing to compute", step.step, step.gradients + step.weights + step.muon);
 }
 
 // More of anything is never slower, and a plan with overlap lies between compute alone and no

@@ -936,6 +936,20 @@ def test_statistics_of_gains(data, tmp_path, rounding):
         assert event["at_max"] > 0 and (event["clamped"] > 0.1) == (rounding == "floor")
 
 
+def test_statistics_of_gains_have_their_rounding(data, tmp_path):
+    """Rounded stochastically, as gains then are, their errors have twice the squares, 3 dB; filters aren't for them."""
+    options = [*data, *MODEL, "--quantize-ln-affine", "--max-steps", 20, "--learning-rate", 1e-2, "--quant-stats-every", 19]
+    filtered = ["--element-rounding-weights", "stochastic", "--operand-in", "h.0.up:fprop-w=e5m2"]
+    sqnr = {}
+    for name, more in (("nearest", []), ("stochastic", filtered)):
+        run_well(*options, *more, "--out-dir", tmp_path / name)
+        gains = [e for e in events(tmp_path / name, "quant") if e["operand"] == "gain" and e["step"] == 19]
+        assert len(gains) == 2 * LAYERS + 1 and {e["format"] for e in gains} == {"e4m3"}
+        sqnr[name] = np.mean([e["sqnr_db"] for e in gains])
+    print(f"gains: {sqnr}")
+    assert 1.5 < sqnr["nearest"] - sqnr["stochastic"] < 10
+
+
 def test_statistics_of_gains_have_those_of_queries_and_keys(data, tmp_path):
     """With --qk-norm, beside the other norms'; they move as these do, by the learning rate in AdamW's first step."""
     run_well(*data, *MODEL, "--qk-norm", "--max-steps", 1, "--quant-stats-every", 1, "--out-dir", tmp_path)
@@ -1022,6 +1036,16 @@ def test_profile_accounts_for_the_steps(trained, data, tmp_path):
     assert 0.5 < part <= 1
     assert {"gemm fprop", "gemm dgrad", "gemm wgrad", "attention_forward"} <= layers["block 1"].keys()
     assert "adamw" in layers["embeddings, head, optimizer"] and "adamw" not in layers["block 1"]
+
+
+def test_profile_has_muon_by_itself(data, tmp_path):
+    """Newton-Schulz's GEMMs, three in each of its five steps for each matrix, are none of the passes'."""
+    said = {}
+    for optimizer in ("adamw", "muon"):
+        done = run_well(*data, *MODEL, "--max-steps", 3, "--optimizer", optimizer, "--profile", "--out-dir", tmp_path / optimizer)
+        said[optimizer] = {name: float(calls) for name, calls in re.findall(r"^(gemm \w+) .* ([\d.]+) +[\d.]+$", done.stdout, re.M)}
+    matrices = 6 * LAYERS  # queries, keys and values are three
+    assert said["muon"].pop("gemm muon") == 3 * 5 * matrices and said["muon"] == said["adamw"] != {}
 
 
 def test_profile_counts_bytes(data, tmp_path):

@@ -272,12 +272,13 @@ WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
             mx +=
                 own + part * (double)scaled_scale_bytes(copies[c]->scaling, FORM_PLAIN, copies[c]->axis, rows, p->cols);
         }
-        for (int gather = 0; gather <= GATHER_FP32 && muon_takes(list, p); gather++) {
-            bytes.weights[gather] += others * 2 * own;
-        }
+        if (muon_takes(list, p)) bytes.muon += others * 2 * own;
         bytes.weights[GATHER_MX] += others * (mx + (p->has_bf16_value ? 2 * own : 0));
         bytes.weights[GATHER_BF16] += others * 2 * own;
         bytes.weights[GATHER_FP32] += others * 4 * own;
+    }
+    for (int gather = 0; gather <= GATHER_FP32; gather++) {
+        bytes.weights[gather] += bytes.muon;
     }
     bytes.amax_exchanges = amax_exchanges(list);
     bytes.weights[GATHER_MX] += others * (double)sizeof(double) * bytes.amax_exchanges * list->num_amaxes;

@@ -49,10 +49,11 @@ void exchange_gather(const ParamList *list, const Backend *backend);
 void exchange_await(const ParamList *list, Axis axis, int64_t layer);
 
 // Bytes that this rank sends in a step of `micro_batches`: of gradients, and of updated weights by
-// each way to gather, with what Muon gathers before; and how often, with GATHER_MX, amaxes of
-// weights are exchanged, which are among those bytes.
+// each way to gather, with what Muon gathers before it can update them; and how often, with
+// GATHER_MX, amaxes of weights are exchanged, which are among those bytes.
 typedef struct {
     double gradients, weights[GATHER_FP32 + 1];
     int amax_exchanges;
+    double muon; // of weights' bytes
 } WireBytes;
 WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches);

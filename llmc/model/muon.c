@@ -1,6 +1,7 @@
 #include "muon.h"
 #include "exchange.h"
 #include "place.h"
+#include "profile.h" // profile_set_muon
 #include "llmc/base/util.h"
 
 #include <math.h>
@@ -121,6 +122,7 @@ static void add_momentum(const ParamList *list, const Param *p, const Backend *b
 
 static void newton_schulz(const Backend *backend, Iteration i) {
     Operand x = operand_tensor(i.x), gram = operand_tensor(i.gram);
+    profile_set_muon(true);
     for (int step = 0; step < STEPS; step++) {
         backend->gemm(i.gram, x, x, (GemmOptions){.transpose_a = i.is_tall, .transpose_b = !i.is_tall});
         backend->gemm(i.square, gram, gram, (GemmOptions){0});
@@ -128,6 +130,7 @@ static void newton_schulz(const Backend *backend, Iteration i) {
         backend->gemm(i.product, i.is_tall ? x : gram, i.is_tall ? gram : x, (GemmOptions){0});
         backend->combine(i.x, A, i.x, 1, i.product);
     }
+    profile_set_muon(false);
 }
 
 // Makes X of all rows from this rank's and the others'.

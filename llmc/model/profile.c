@@ -14,6 +14,7 @@ typedef ProfileCell Cell;
 
 static const Backend *timed;
 static int64_t num_layers, layer_now = -1;
+static bool is_muon_now;
 static int64_t times;                // that an operation is counted
 static const char *lines[MAX_LINES]; // names of operations, or of one use of them, in the order of their first calls
 static int num_lines;
@@ -73,7 +74,8 @@ static void stop_clock(const Clock *clock) {
 static void gemm_by_pass(Tensor d, Operand a, Operand b, GemmOptions options) {
     Work work = work_gemm(d, a, b, options);
     if (timed->gemm_decodes(d, a, b, options)) work = work_add(work, work_of_decoding(a, b));
-    CLOCK(options.transpose_a ? "gemm wgrad" : options.transpose_b ? "gemm fprop" : "gemm dgrad", work);
+    const char *pass = options.transpose_a ? "gemm wgrad" : options.transpose_b ? "gemm fprop" : "gemm dgrad";
+    CLOCK(is_muon_now ? "gemm muon" : pass, work);
     timed->gemm(d, a, b, options);
 }
 
@@ -112,6 +114,8 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
 void profile_set_layer(int64_t layer) { layer_now = layer; }
 
 int64_t profile_layer(void) { return layer_now; }
+
+void profile_set_muon(bool is_muon) { is_muon_now = is_muon; }
 
 void profile_count(int64_t count) { times = count; }
 

@@ -21,6 +21,9 @@ void profile_set_layer(int64_t layer);
 // Returns what was said last.
 int64_t profile_layer(void);
 
+// Says whether the GEMMs that follow are Newton-Schulz's, which belong to no pass.
+void profile_set_muon(bool is_muon);
+
 // Says how many times operations are counted from now on: 0 at first, so that a first step, which
 // also makes what later ones reuse, and validations can be left out; more than once, in a plan,
 // where they stand for others that are alike.

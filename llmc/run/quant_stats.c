@@ -108,6 +108,7 @@ QuantStats quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const B
     bool is_scaled = !mx_is_mx(recipe->norm_gains) && recipe->scaling[FPROP_W] != SCALING_MX;
     if (!p || !mx_is_mx(format) || is_scaled) return stats;
     QuantizedTensor copy = quantized_make(NULL, format, AXIS_ROWWISE, 1, p->cols, FORM_PLAIN);
+    if (mx_is_mx(recipe->norm_gains)) copy.encoding = p->decoded.encoding;
     backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), &copy, rounding);
     event.operand = "gain";
     event.has_spread = true;
@@ -172,8 +173,10 @@ static void log_norm(const Norm *norm, const Recipe *recipe, const Backend *back
     if (mx_is_mx(recipe->norm_gains)) raise_worst(worst, &stats, event);
 }
 
-// Logs the gains of a block's norms: of attention, of queries and keys, of the MLP.
+// Logs the gains of a block's norms: of attention, of queries and keys, of the MLP. No filter is for
+// these.
 static void log_gains(GPT *model, QuantEvent event, Worst *worst, Logger *logger) {
+    const Recipe recipe = recipe_for_layer(&model->recipe, event.layer, model->config.layers);
     const Branch *attention = gpt_branch(model, event.layer, BRANCH_ATTENTION);
     const Branch *mlp = gpt_branch(model, event.layer, BRANCH_MLP);
     const Norm *const norms[] = {&attention->norm, &attention->attention.q_norm, &attention->attention.k_norm,
@@ -181,7 +184,7 @@ static void log_gains(GPT *model, QuantEvent event, Worst *worst, Logger *logger
     static const char *const NAMES[] = {"norm_attention", "norm_q", "norm_k", "norm_mlp"};
     for (int i = 0; i < COUNT(NAMES); i++) {
         event.linear = NAMES[i];
-        log_norm(norms[i], &mlp->first.recipe, model->backend, event, worst, logger);
+        log_norm(norms[i], &recipe, model->backend, event, worst, logger);
     }
 }
 

@@ -79,12 +79,16 @@ void report_model(const Plan *p) {
     print_memory(p);
 }
 
-// Prints what each rank sends in a step, with the other ways to gather beside the one that is
-// taken.
-static WireBytes print_wire(const Plan *p) {
-    WireBytes bytes = gpt_wire_bytes(p->config, &p->recipe, p->backend, &p->sharding, p->accumulation);
+static WireBytes wire_of(const Plan *p, int phase) {
+    return gpt_wire_bytes(p->config, &p->recipes.phases[phase].recipe, p->backend, &p->sharding, p->accumulation);
+}
+
+// Prints what each rank sends in a step of a phase, with the other ways to gather beside the one
+// that is taken.
+static void print_wire_of(const Plan *p, int phase) {
+    WireBytes bytes = wire_of(p, phase);
     char text[4][32];
-    printf("wire     a rank sends %s of gradients (%s) a step", human_bytes(text[0], bytes.gradients),
+    printf("a rank sends %s of gradients (%s) a step", human_bytes(text[0], bytes.gradients),
            REDUCE_NAMES[p->sharding.reduce == FORMAT_BF16]);
     if (p->sharding.zero > 0) {
         const char *now = human_bytes(text[0], bytes.weights[p->sharding.gather]);
@@ -95,7 +99,22 @@ static WireBytes print_wire(const Plan *p) {
         }
     }
     printf("\n");
-    return bytes;
+}
+
+// Prints that of a run: of later recipes, too, where they send something else.
+static void print_wire(const Plan *p) {
+    WireBytes before = wire_of(p, p->first_phase);
+    printf("wire     ");
+    print_wire_of(p, p->first_phase);
+    for (int i = p->first_phase + 1; i < p->recipes.count; i++) {
+        WireBytes bytes = wire_of(p, i);
+        bool is_same = bytes.gradients == before.gradients &&
+                       bytes.weights[p->sharding.gather] == before.weights[p->sharding.gather];
+        before = bytes;
+        if (is_same) continue;
+        printf("         from step %ld on ", p->recipes.phases[i].first_step);
+        print_wire_of(p, i);
+    }
 }
 
 static void print_data(const Plan *p) {
@@ -182,8 +201,16 @@ void report_run(const Plan *p) {
     fflush(stdout);
 }
 
-// Prints the time of a step, where it can be known, and what it would have to be told.
-static void print_planned_step(const Plan *p, WireBytes wire) {
+// Returns how many steps the run still takes in a phase.
+static int64_t steps_of_phase(const Plan *p, int phase) {
+    int64_t begin = phase == p->first_phase ? p->start.step : p->recipes.phases[phase].first_step;
+    int64_t end = phase + 1 < p->recipes.count ? p->recipes.phases[phase + 1].first_step : p->total_steps;
+    return max_int64(0, min_int64(end, p->total_steps) - begin);
+}
+
+// Prints the time of a step, where it can be known, and what it would have to be told; and the time
+// of all that are left.
+static void print_planned_step(const Plan *p) {
     double link = 1e9 * p->line.settings.link_bandwidth;
     int ranks = p->sharding.comm->size;
     if (!p->card && p->backend != backend_cpu()) {
@@ -196,16 +223,28 @@ static void print_planned_step(const Plan *p, WireBytes wire) {
     }
     RooflineDevice device = p->card ? *p->card : roofline_measure(p->backend, p->gemm_flops / p->comm->size);
     RooflineRun run = {.config = p->config,
-                       .recipe = &p->recipe,
                        .sharding = &p->sharding,
                        .B = p->B,
                        .T = p->T,
                        .accumulation = p->accumulation,
-                       .link_bandwidth = link,
-                       .wire = wire};
-    RooflineStep step = roofline_step(&device, &run);
-    double tokens = p->total_steps == INT64_MAX ? 0 : (double)plan_samples_of_run(p) * (double)p->T;
-    roofline_print_step(&device, &step, ranks, tokens, stdout);
+                       .link_bandwidth = link};
+    bool is_known = p->total_steps != INT64_MAX;
+    RooflineStep step;
+    double steps = 0, seconds = 0, overlapped = 0;
+    for (int i = p->recipes.count; i-- > p->first_phase;) { // the first recipe last: the table is of its operations
+        run.recipe = &p->recipes.phases[i].recipe;
+        run.wire = ranks > 1 ? wire_of(p, i) : (WireBytes){0};
+        step = roofline_step(&device, &run);
+        double taken = (double)steps_of_phase(p, i);
+        steps += taken;
+        seconds += taken * step.step;
+        overlapped += taken * step.overlapped_step;
+    }
+    roofline_print_step(&device, &step, ranks, stdout);
+    if (p->recipes.count > p->first_phase + 1) {
+        printf("           (all this is of the first recipe%s)\n", is_known ? "; the time is of all" : "");
+    }
+    if (is_known && steps > 0) roofline_print_time(steps * step.tokens, seconds, overlapped, ranks, stdout);
     printf("\n");
     profile_print_operations(1);
 }
@@ -219,9 +258,8 @@ bool report_dry_run(const Plan *p) {
     human_bytes(text, fabs(spare));
     printf("  it %s: %s are %s\n", spare >= 0 ? "fits" : "doesn't fit", text, spare >= 0 ? "left" : "missing");
     print_data_and_steps(p);
-    WireBytes wire = {0};
-    if (p->sharding.comm->size > 1) wire = print_wire(p);
-    if (p->card || p->line.settings.world_size > 0) print_planned_step(p, wire);
+    if (p->sharding.comm->size > 1) print_wire(p);
+    if (p->card || p->line.settings.world_size > 0) print_planned_step(p);
     if (spare >= 0 || p->comm->rank > 0) return spare >= 0;
     fflush(stdout); // before the sentence on stderr
     fprintf(stderr,

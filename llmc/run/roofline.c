@@ -407,9 +407,12 @@ static void add_wire(RooflineStep *step, const RooflineDevice *device, const Roo
         gathers = embeddings + (sends_copies ? gathers_of_matrix(run->recipe) : 1) * block_matrices;
         if (sends_copies) gathers += run->wire.amax_exchanges;
     }
-    double weights = sharding->zero > 0 ? run->wire.weights[sharding->gather] : 0;
+    double weights = sharding->zero > 0 ? run->wire.weights[sharding->gather] - run->wire.muon : 0;
     step->gradients = run->wire.gradients / run->link_bandwidth + latency(device, run, reductions);
     step->weights = weights / run->link_bandwidth + latency(device, run, gathers);
+    if (sharding->zero > 0 && sharding->muon) {
+        step->muon = run->wire.muon / run->link_bandwidth + latency(device, run, block_matrices);
+    }
 }
 
 // Returns the run with micro-batches of no more tokens than anybody has, and more of them: the LM
@@ -452,21 +455,20 @@ RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run)
         add_wire(&step, device, run);
         // Gradients go while the last backward pass makes others (at stage 2 all passes), weights
         // while the first forward pass uses others; the last of the one and the first of the other
-        // can't.
+        // can't. Muon waits for each matrix that it gathers.
         double last = last_exchanged(&run->config);
         double backward = passes.backward * (run->sharding->zero == 2 ? times : 1);
         step.exposed = fmax(step.gradients - backward, last * step.gradients) +
-                       fmax(step.weights - passes.forward, last * step.weights);
+                       fmax(step.weights - passes.forward, last * step.weights) + step.muon;
     }
-    step.step = compute + step.gradients + step.weights;
+    step.step = compute + step.gradients + step.weights + step.muon;
     step.overlapped_step = compute + step.exposed;
     step.tokens = (double)run->B * (double)run->T * times * ranks;
     step.utilization = gpt_flops_per_token(&run->config, run->T) * step.tokens / ranks / step.step / device->bf16_flops;
     return step;
 }
 
-void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, double all_tokens,
-                         FILE *stream) {
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, FILE *stream) {
     char text[2][32], native[96] = "";
     double fp8 = native_flops(device, SCALING_TENSOR) / 1e12;
     if (multiplies_mx(device)) {
@@ -487,7 +489,7 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
     if (ranks > 1) {
         fprintf(stream,
                 "  wire     gradients %.4g s, weights %.4g s; %.4g s of it could not be hidden behind compute\n",
-                step->gradients, step->weights, step->exposed);
+                step->gradients, step->weights + step->muon, step->exposed);
         snprintf(overlapped, sizeof(overlapped), "; %.4g s where ranks exchange beside compute, as on GPUs at --zero 1",
                  step->overlapped_step);
     }
@@ -495,12 +497,12 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
     fprintf(stream, "  speed    %s tokens/s, %s a rank; the model's FLOP/s are %.1f %% of the %s peak\n",
             human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
             100 * step->utilization, roofline_device(device->name) ? "dense BF16" : "GEMM's");
-    if (all_tokens == 0) return;
-    double steps = ceil(all_tokens / step->tokens), days = steps * step->step / 86400;
+}
+
+void roofline_print_time(double tokens, double seconds, double overlapped, int ranks, FILE *stream) {
+    double days = seconds / 86400, unit = days < 1.0 / 24 ? 60 : days < 1 ? 3600 : 86400;
     const char *name = days < 1.0 / 24 ? "minutes" : days < 1 ? "hours" : "days";
-    double unit = days < 1.0 / 24 ? 60 : days < 1 ? 3600 : 86400;
-    if (ranks > 1)
-        snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", steps * step->overlapped_step / unit);
-    fprintf(stream, "  time     %s tokens: %.3g %s%s\n", human_count(text[0], all_tokens), steps * step->step / unit,
-            name, overlapped);
+    char text[32], with_overlap[64] = "";
+    if (ranks > 1) snprintf(with_overlap, sizeof(with_overlap), "; %.3g with overlap", overlapped / unit);
+    fprintf(stream, "  time     %s tokens: %.3g %s%s\n", human_count(text, tokens), seconds / unit, name, with_overlap);
 }

@@ -39,7 +39,7 @@ typedef struct {
 // Seconds of a step on each rank, but for the last two.
 typedef struct {
     double gemm, attention, memory, update; // of all micro-batches; update: optimizer, copies of weights
-    double gradients, weights;              // on the wire
+    double gradients, weights, muon;        // on the wire; muon: before the update, with nothing beside it
     double exposed;                         // of these, where they overlap with compute
     double step, overlapped_step;
     double tokens;      // of a step, on all ranks
@@ -68,6 +68,8 @@ const Backend *roofline_backend(const RooflineDevice *device);
 // profile_print_operations then say its operations.
 RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run);
 
-// Prints it for a person, with the days that `all_tokens` take where that isn't 0.
-void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, double all_tokens,
-                         FILE *stream);
+// Prints it for a person.
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, FILE *stream);
+
+// Prints how long so many tokens take, of several ranks also where they exchange beside compute.
+void roofline_print_time(double tokens, double seconds, double overlapped, int ranks, FILE *stream);
