@@ -30,6 +30,8 @@ PACKAGES = (  # of Debian 12 | 13
 ).split()
 PROSE = set("p div li dd blockquote h1 h2 h3 h4 title caption td".split())  # elements whose text is prose
 SKIPPED = set("script style pre nav code-block footer svg table-of-contents screen programlisting".split())
+INLINE = set("a abbr b bdi bdo big cite code data del dfn em font i ins kbd label mark q s samp small span strike strong sub sup "
+             "time tt u var wbr app cmd file gui guiseq input key keyseq link output sys".split())
 SUFFIXES = (".html", ".htm", ".xhtml", ".page", ".txt", ".dict.dz")
 FEWEST_WORDS = 5  # of a sentence
 SHORTEST = 200  # characters of a document
@@ -166,12 +168,14 @@ class Page(html.parser.HTMLParser):
         self.paragraphs, self.open, self.text, self.skipping = [], 0, [], 0
 
     def handle_starttag(self, tag, attributes):
+        self.end_word(tag)
         self.skipping += tag in SKIPPED
         if tag in PROSE:
             self.end_paragraph()
             self.open += 1
 
     def handle_endtag(self, tag):
+        self.end_word(tag)
         self.skipping -= tag in SKIPPED and self.skipping > 0
         if tag in PROSE:
             self.end_paragraph()
@@ -180,6 +184,11 @@ class Page(html.parser.HTMLParser):
     def handle_data(self, data):
         if self.open and not self.skipping:
             self.text.append(data)
+
+    def end_word(self, tag):
+        """Parts the texts on both sides of a tag, such as <br>, that isn't one within words."""
+        if tag not in INLINE:
+            self.text.append(" ")
 
     def end_paragraph(self):
         paragraph = " ".join("".join(self.text).split())

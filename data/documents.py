@@ -6,6 +6,7 @@ memory: it comes in pieces. Rows of JSON lines and of tables come whole, one at 
 
 import glob
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ from token_files import END_OF_TEXT, InputError
 TABLE_SUFFIXES = (".parquet", ".arrow")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 DATA_SUFFIXES = (".txt", ".md", *JSON_LINES_SUFFIXES, *TABLE_SUFFIXES)  # what a data set's directory is searched for
+TEXT_TYPES = ("string", "large_string", "string_view")  # Arrow's
 TEXT_FIELD = "text"  # where the text of a row is, unless it is said
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test")
 PIECE_CHARS = 2**18
@@ -31,13 +33,21 @@ class Piece(NamedTuple):
     text: str
 
 
-def file_source(paths, text_field=TEXT_FIELD, data_alone=False):
-    """The documents of files, directories (searched through) and glob patterns, in the order of their names.
+def file_source(paths, text_field=TEXT_FIELD, data_alone=False, besides=()):
+    """The documents of files, directories (searched through) and glob patterns, in the order of their names; of files that
+    are among `besides`, real paths, none.
 
     Of a directory it takes everything that is text, or, with data_alone, files with a data set's endings. The source
-    has has_fields: whether text_field is of any use for it.
+    has has_fields, whether text_field is of any use for it, and files, real paths.
     """
-    files = [(file, Path(path).is_dir()) for path in paths for file in expand(path, text_field, data_alone)]
+    named = [(file, Path(path).is_dir()) for path in paths for file in expand(path, text_field, data_alone)]
+    check_named_once([os.path.abspath(file) for file, _ in named])
+    files = [(file, is_found) for file, is_found in named if os.path.realpath(file) not in besides]
+    if len(files) < len(named):
+        left_out = next(file for file, _ in named if os.path.realpath(file) in besides)
+        if not files:
+            raise InputError(f"all that is to be trained on, such as {left_out}, is for validation: name other files for one of the two")
+        print(f"left out {len(named) - len(files)} of {len(named)} files, which are for validation, such as {left_out}")
     readers = [(file, reader_of_rows(file, is_found)) for file, is_found in files]
 
     def source():
@@ -45,7 +55,15 @@ def file_source(paths, text_field=TEXT_FIELD, data_alone=False):
             yield from row_pieces(rows(file, text_field)) if rows else text_file_pieces(file)
 
     source.has_fields = any(rows for _, rows in readers)
+    source.files = {os.path.realpath(file) for file, _ in files}
     return source
+
+
+def check_named_once(files):
+    seen = set()
+    twice = next((file for file in files if file in seen or seen.add(file)), None)
+    if twice:
+        raise InputError(f"{twice} is named twice: name it once, or a copy of it too where it is to count twice")
 
 
 def reader_of_rows(path, is_found):
@@ -84,9 +102,13 @@ def files_within(directory):
 
 
 def data_files(directory):
-    files = [file for file in files_within(directory) if file.suffix in DATA_SUFFIXES]
+    found = files_within(directory)
+    files = [file for file in found if file.suffix in DATA_SUFFIXES]
     if not files:
         raise InputError(f"the directory {directory} holds no file named {', '.join('*' + s for s in DATA_SUFFIXES)}")
+    if len(files) < len(found):
+        other = next(file for file in found if file.suffix not in DATA_SUFFIXES)
+        print(f"{directory}: left out {len(found) - len(files)} of {len(found)} files without a data set's endings, such as {other}")
     return files
 
 
@@ -261,10 +283,14 @@ def table_rows(path, text_field):
                 batches = file.iter_batches(batch_size=1024, columns=[text_field])
                 yield from column_texts(batches, text_field)
         else:
-            # Arrow's stream format is what the datasets library saves
-            with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
-                check_column(reader.schema, text_field, path)
-                yield from column_texts(reader, text_field)
+            # Arrow's stream format is what the datasets library saves; its file format begins with ARROW1
+            with pyarrow.memory_map(str(path)) as file:
+                is_file = file.read(6) == b"ARROW1"
+                file.seek(0)
+                with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader:
+                    check_column(reader.schema, text_field, path)
+                    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                    yield from column_texts(batches, text_field)
     except (pyarrow.ArrowException, OSError) as e:
         raise InputError(
             f"can't read {path} as {path.suffix[1:]}: {str(e).splitlines()[0]}; get a whole copy"
@@ -274,12 +300,17 @@ def table_rows(path, text_field):
 def check_column(schema, text_field, path):
     if schema.names.count(text_field) > 1:
         raise InputError(f"{path} has the field {text_field!r} more than once: name them apart, or pass --text-field")
-    types = ("string", "large_string", "null")  # the last where every row is null
-    if text_field not in schema.names or str(schema.field(text_field).type) not in types:
-        names = ", ".join(f.name for f in schema if str(f.type) in ("string", "large_string")) or "none"
+    of_text = [field.name for field in schema if holds_text(field.type)]
+    if text_field not in of_text and (text_field not in schema.names or str(schema.field(text_field).type) != "null"):  # all rows
+        names = ", ".join(of_text) or "none"
         raise InputError(
             f"{path} has no text in the field {text_field!r}: pass --text-field (fields with text: {names})"
         )
+
+
+def holds_text(column):
+    """Whether a column of that type holds texts, themselves or as places in a dictionary of them."""
+    return str(column.value_type if str(column).startswith("dictionary") else column) in TEXT_TYPES
 
 
 def column_texts(batches, text_field):
@@ -299,7 +330,7 @@ def split_files(directory, split):
     files = [file for file in data_files(directory) if file.suffix != ".md"]  # a data set's README is not of it
 
     def of_split(name):
-        pattern = re.compile(rf"(^|[/._-]){re.escape(name)}([/._-]|$)")
+        pattern = re.compile(rf"(^|[/._-]){re.escape(name)}([/._0-9-]|$)")
         return [f for f in files if pattern.search(f.relative_to(directory).as_posix())]
 
     chosen = of_split(split or "train")

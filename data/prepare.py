@@ -305,11 +305,11 @@ def main(arguments):
         parser.error(f"--dataset-config belongs to a data set on the hub, not to the directory {options.dataset}")
     check_output_options(options)
     text_field = options.text_field or TEXT_FIELD
+    val_source = file_source(options.val_input, text_field) if options.val_input else None
     if options.dataset:
         source = dataset_source(options.dataset, options.dataset_config, options.split, text_field)
     else:
-        source = file_source(options.input, text_field)
-    val_source = file_source(options.val_input, text_field) if options.val_input else None
+        source = file_source(options.input, text_field, besides=val_source.files if val_source else ())
     if options.text_field and not source.has_fields and not (val_source and val_source.has_fields):
         raise InputError("--text-field belongs to JSON lines, .parquet and .arrow, and the input is text alone: leave it out")
     parts = given_val(source, val_source) if val_source else split_val(source, options.val_fraction)

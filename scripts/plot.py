@@ -153,11 +153,13 @@ def layers_of(event):
 
 def draw_gap(axes, runs):
     """Draws how far each run's loss is from the first one's, where both have one: what two curves
-    on top of each other hide. Validation losses, where all runs have some; else training losses, whose
-    difference is smoothed."""
+    on top of each other hide. Validation losses, where each has two or more at steps of the first one's; else training
+    losses, whose difference is smoothed."""
     (first, first_color), *others = runs
-    validated = all(len(run.val) > 1 for run, _ in runs)
-    base, *losses = (dict(zip(*run.series(run.val if validated else run.train, "loss"))) for run, _ in runs)
+    base, *losses = (dict(zip(*run.series(run.val, "loss"))) for run, _ in runs)
+    validated = all(len(base.keys() & of_run.keys()) > 1 for of_run in losses)
+    if not validated:
+        base, *losses = (dict(zip(*run.series(run.train, "loss"))) for run, _ in runs)
     axes.axhline(0, color=first_color, linewidth=1.4)
     for (_, color), of_run in zip(others, losses):
         steps = sorted(base.keys() & of_run.keys())
@@ -262,9 +264,16 @@ def plain_numbers():
 def make_logarithmic(axes, which="y"):
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    class Locator(LogLocator):
+        """At 1, 2 and 5 of each decade; of many decades, of which LogLocator would then mark none, at their beginnings."""
+
+        def tick_values(self, vmin, vmax):
+            self.set_params(subs=(1, 2, 5) if vmax <= 1e4 * vmin else (1,))
+            return super().tick_values(vmin, vmax)
+
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(Locator())
     axis.set_major_formatter(plain_numbers())
     axis.set_minor_formatter(NullFormatter())
 

@@ -259,8 +259,8 @@ def test_json_lines_in_a_directory(tmp_path, capsys):
 def test_a_text_field_needs_rows(tmp_path):
     """In --val-input, if not in --input."""
     text, rows = write(tmp_path / "a.txt", "one"), write_jsonl(tmp_path / "b.jsonl", ["two"], "body")
-    data_set = write(tmp_path / "set/a.txt", "one").parent
-    for arguments in (["--input", text], ["--input", text, "--val-input", text], ["--dataset", data_set]):
+    data_set, other = write(tmp_path / "set/a.txt", "one").parent, write(tmp_path / "c.txt", "one")
+    for arguments in (["--input", text], ["--input", text, "--val-input", other], ["--dataset", data_set]):
         assert "--text-field belongs to JSON lines" in bad_input(tmp_path, *arguments, "--text-field", "body")
     out = run_prepare(tmp_path, "--input", text, "--val-input", rows, "--text-field", "body")
     assert decoded_documents(out, "train") == ["one"] and decoded_documents(out, "val") == ["two"]
@@ -383,9 +383,12 @@ def test_parquet_and_arrow(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"n": [1, 2, 3], "text": ["one", None, STORY]})
     parquet.write_table(table, tmp_path / "a.parquet")
-    with pyarrow.ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as stream:
-        stream.write_table(table)
-    for name in ("a.parquet", "b.arrow"):
+    coded = table.set_column(1, "text", table["text"].dictionary_encode())
+    for name, write_as, rows in (("b.arrow", pyarrow.ipc.new_stream, table), ("file.arrow", pyarrow.ipc.new_file, table),
+                                 ("coded.arrow", pyarrow.ipc.new_stream, coded)):
+        with write_as(str(tmp_path / name), rows.schema) as stream:
+            stream.write_table(rows)
+    for name in ("a.parquet", "b.arrow", "file.arrow", "coded.arrow"):
         out = run_prepare(tmp_path, "--input", tmp_path / name, "--val-fraction", 0, name=name + "-out")
         assert decoded_documents(out, "train") == ["one", STORY]
     sentence = bad_input(tmp_path, "--input", tmp_path / "a.parquet", "--text-field", "body")
@@ -436,6 +439,16 @@ def test_dataset_directory_and_its_splits(tmp_path):
     assert sentence.endswith("plain belongs to the split 'train': its files' names tell none, so leave --split out")
 
 
+def test_a_data_set_says_what_it_leaves_out(tmp_path, capsys):
+    """Names of splits may have numbers; files with other endings are counted."""
+    for name in ("train1", "train2", "test1", "valid1"):
+        write_jsonl(tmp_path / f"set/{name}.jsonl", [name])
+    write(tmp_path / "set/train3.jsonl.gz", "x")
+    out = run_prepare(tmp_path, "--dataset", tmp_path / "set", "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["train1", "train2"]
+    assert "left out 1 of 5 files without a data set's endings, such as " in capsys.readouterr().out
+
+
 def test_hub_data_set_through_the_datasets_library(tmp_path, monkeypatch):
     def load_dataset(name, config, split, streaming):
         assert (name, config, split, streaming) == ("someone/pages", "small", "test", True)
@@ -478,6 +491,17 @@ def test_validation_files_of_their_own(tmp_path):
     train, val = write(tmp_path / "t.txt", "train"), write(tmp_path / "v.txt", "val")
     out = run_prepare(tmp_path, "--input", train, "--val-input", val)
     assert decoded_documents(out, "train") == ["train"] and decoded_documents(out, "val") == ["val"]
+
+
+def test_validation_files_are_not_trained_on(tmp_path, capsys):
+    train, val = write(tmp_path / "d/t.txt", "train"), write(tmp_path / "d/v.txt", "val")
+    (tmp_path / "link.txt").symlink_to(val)
+    for number, of_val in enumerate((val, tmp_path / "link.txt")):
+        out = run_prepare(tmp_path, "--input", tmp_path / "d", "--val-input", of_val, name=f"out{number}")
+        assert decoded_documents(out, "train") == ["train"] and decoded_documents(out, "val") == ["val"]
+        assert f"left out 1 of 2 files, which are for validation, such as {val}" in capsys.readouterr().out
+    assert "is for validation: name other files" in bad_input(tmp_path, "--input", train, "--val-input", train)
+    assert "t.txt is named twice" in bad_input(tmp_path, "--input", tmp_path / "d", train)
 
 
 # tokenizers
@@ -1047,6 +1071,12 @@ def test_debian_docs(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "reading a-doc: 1 pages" in said and "reading b-doc" not in said
     assert decoded_documents(tmp_path / "newer", "train")[0] == long.replace("longer", "newer")
+
+
+def test_debian_docs_keep_words_apart():
+    page = debian_docs.Page()
+    page.feed("<p>first line<br>of <b>bo</b>ld <code>text</code>s</p><div><h5>Heading</h5>Text</div><dl><dt>a</dt><dd>b</dd></dl>")
+    assert page.paragraphs == ["first line of bold texts", "Heading Text", "b"]
 
 
 def test_debian_docs_downloads(tmp_path, monkeypatch):

@@ -110,6 +110,22 @@ def test_the_gap_is_of_one_kind_of_loss(tmp_path):
     assert title.startswith("Training loss") and not np.any(gaps)
     title, steps, gaps = gap_between(validated, validated)
     assert title.startswith("Validation loss") and len(steps) == 300 and not np.any(gaps)
+    at = [plot.Run(write_log(tmp_path / f"at{end}", [*log, *({"event": "val", "step": step, "loss": 4.0} for step in (0, end))]), "v")
+          for end in (60, 30)]  # before its first step and at its end: of these the one alone is both runs'
+    assert gap_between(*at)[0].startswith("Training loss") and gap_between(at[0], at[0])[0].startswith("Validation loss")
+
+
+def test_a_logarithmic_axis_has_numbers():
+    """However many decades it has: a diverging run's gradient norm has a dozen."""
+    for decades in (0.3, 1, 2, 3.9, 4.1, 5.5, 6, 7, 8, 12, 40):
+        figure, axes = plt.subplots(figsize=(4, 2))
+        axes.plot([0, 1], [0.3, 0.3 * 10**decades])
+        plot.make_logarithmic(axes)
+        figure.canvas.draw()
+        low, high = axes.get_ylim()
+        texts = [tick.label1.get_text() for tick in axes.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+        plt.close(figure)
+        assert 3 <= len([text for text in texts if text]) <= 12, (decades, texts)
 
 
 def test_a_gap_of_training_losses_is_smoothed(tmp_path):
