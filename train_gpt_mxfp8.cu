@@ -787,7 +787,7 @@ static int score(const Plan *p) {
     const Settings *s = &p->line.settings;
     ScoreRequests all;
     GPT model;
-    score_read(&all, s->requests, &p->tokenizer, OR_DIE);
+    score_read(&all, s->requests, &p->tokenizer, false, OR_DIE);
     plan_check_score(p, &all);
     double start = seconds_now();
     load_model(&model, p, s->score, p->B);

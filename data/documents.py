@@ -34,8 +34,8 @@ class Piece(NamedTuple):
 
 
 def file_source(paths, text_field=TEXT_FIELD, data_alone=False, besides=()):
-    """The documents of files, directories (searched through) and glob patterns, in the order of their names; of files that
-    are among `besides`, real paths, none.
+    """The documents of files, directories (searched through) and glob patterns, in the order of their names. Leaves out
+    files among `besides`, a set of real paths.
 
     Of a directory it takes everything that is text, or, with data_alone, files with a data set's endings. The source
     has has_fields, whether text_field is of any use for it, and files, real paths.
@@ -63,7 +63,7 @@ def check_named_once(files):
     seen = set()
     twice = next((file for file in files if file in seen or seen.add(file)), None)
     if twice:
-        raise InputError(f"{twice} is named twice: name it once, or a copy of it too where it is to count twice")
+        raise InputError(f"{twice} is named twice: name it once; where it is to count twice, name a copy too")
 
 
 def reader_of_rows(path, is_found):

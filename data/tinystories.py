@@ -27,7 +27,8 @@ def main(arguments):
     if not train:
         train, val = [download(URL + TRAIN_FILE, options.out_dir)], [download(URL + VAL_FILE, options.out_dir)]
     if val:
-        parts = given_val(file_source(train), file_source(val))
+        val_source = file_source(val)
+        parts = given_val(file_source(train, besides=val_source.files), val_source)
     else:
         parts = split_val(file_source(train), options.val_fraction)
     print_summary(prepare(parts, options), options.out_dir)

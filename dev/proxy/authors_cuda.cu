@@ -1,7 +1,6 @@
 /*
 The authors' arithmetic on a GPU: a warp for each row, a thread for each element and for each column
-that is summed. It is written to be read; at the proxy's sizes steps are made of many small kernels
-in any case.
+that is summed. Nothing in it is tuned.
 */
 #include "authors.h"
 #include "authors_rows.h"

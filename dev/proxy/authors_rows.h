@@ -1,6 +1,7 @@
 /*
-The authors' arithmetic of elements and rows, the same on the host and on a device. The threads that
-share a row, on the host one, on a device a warp, have every so many'th of its columns each.
+The authors' arithmetic of elements and rows, the same on the host and on a device. A row has one
+thread on the host and a warp on a device, of which each thread takes every step'th column from its
+first one on.
 */
 #pragma once
 

@@ -31,15 +31,19 @@ static Tensor normal_tensor(Format dtype, int64_t rows, int64_t cols, double std
     return tensor;
 }
 
+// Returns an element's bits; those of one NaN for all.
+static uint32_t bits_of(Tensor t, int64_t i) {
+    double value = tensor_get(t, i / t.cols, i % t.cols);
+    return isnan(value) ? 0x7FC00000u : mx_float_bits((float)value);
+}
+
 // Fails unless the device's tensor has the CPU's bits.
 static void check_bits(const char *what, Tensor device, Tensor expected) {
     Tensor found = tensor_to_host(device);
     for (int64_t i = 0; i < expected.rows * expected.cols; i++) {
-        double a = tensor_get(found, i / found.cols, i % found.cols);
-        double b = tensor_get(expected, i / found.cols, i % found.cols);
-        if (!(a == b || (isnan(a) && isnan(b)))) {
-            fail_msg("%s of (%ld, %ld): element %ld is %.9g, on the CPU %.9g", what, (long)found.rows, (long)found.cols,
-                     (long)i, a, b);
+        if (bits_of(found, i) != bits_of(expected, i)) {
+            fail_msg("%s of (%ld, %ld): element %ld is 0x%08X, on the CPU 0x%08X", what, (long)found.rows,
+                     (long)found.cols, (long)i, bits_of(found, i), bits_of(expected, i));
         }
     }
 }
@@ -63,8 +67,7 @@ static void run_norm(const AuthorsOps *ops, NormTensors t, bool affine) {
     ops->add_columns(t.sums.data, t.products);
 }
 
-// Only means and sums of columns are sums, in FP64: in another order they hardly ever come out
-// beside a tie of BF16, after FP32.
+// Rows' means are sums of BF16 values in FP64, which are exact here in any order.
 static void check_norm(Format dtype, int64_t rows, int64_t cols, bool affine) {
     NormTensors host = {.x = normal_tensor(dtype, rows, cols, 3),
                         .dout = normal_tensor(dtype, rows, cols, 1),
@@ -125,9 +128,20 @@ static void test_rounding(void **state) {
     }
 }
 
-// Of GELU a card's expf may be another FP32, and in one of some ten thousand elements another BF16.
-// The gate is then off by two steps of BF16 at most, 2^-7 of it, and so is the spread, by the gate's
-// and that of 1 less the gate.
+// An error beside its bound.
+typedef struct {
+    double off, bound;
+} Margin;
+
+static void take_error(Margin *worst, const char *what, int64_t i, double off, double bound) {
+    if (!(off <= bound)) fail_msg("%s of element %ld is off by %g, over %g", what, (long)i, off, bound);
+    if (bound > 0 && off * worst->bound >= worst->off * bound) *worst = (Margin){off, bound};
+}
+
+// A card's expf may differ from the CPU's in the last bits of FP32, and its rounding to BF16 then in
+// one of 2^15 elements or so; one in 500 is allowed. There the exponential is off by a step of BF16,
+// 2^-8 of itself at least and 2^-7 at most, and so is the gate, by no more than 2^-7 of 1. The slope is the
+// gate and x times the inner slope times gate (1 - gate), whose factors are both off by as much.
 static void check_activation(Format dtype, int64_t rows, int64_t cols, Activation activation) {
     Tensor x = normal_tensor(dtype, rows, cols, 2), dout = normal_tensor(dtype, rows, cols, 1);
     Tensor out = new_tensor(dtype, rows, cols), dx = new_tensor(dtype, rows, cols);
@@ -138,17 +152,22 @@ static void check_activation(Format dtype, int64_t rows, int64_t cols, Activatio
     authors_on_cpu.activation_backward(dx, dout, x, activation);
     authors_on_cuda.activation_backward(dx_there, dout_there, x_there, activation);
     Tensor found = tensor_to_host(out_there), dfound = tensor_to_host(dx_there);
-    int64_t count = rows * cols, others = 0;
+    int64_t count = rows * cols, others = 0, most = activation == ACTIVATION_RELU ? 0 : count / 500;
+    Margin forward = {0, 1}, backward = {0, 1};
     for (int64_t i = 0; i < count; i++) {
         int64_t row = i / cols, col = i % cols;
-        double value = tensor_get(x, row, col), slope = 1.59375 + 0.21386719 * value * value;
+        double value = fabs(tensor_get(x, row, col)), slope = 1.59375 + 0.21386719 * value * value;
         double off = fabs(tensor_get(found, row, col) - tensor_get(out, row, col));
         double doff = fabs(tensor_get(dfound, row, col) - tensor_get(dx, row, col));
-        double of_slope = 0x1p-7 * (1 + 2 * fabs(value) * slope), gradient = fabs(tensor_get(dout, row, col));
-        assert_true(off <= 0x1p-7 * fabs(value) && doff <= of_slope * gradient);
+        take_error(&forward, "the activation", i, off, 0x1p-7 * value);
+        take_error(&backward, "the gradient", i, doff,
+                   0x1p-7 * (1 + 2 * value * slope) * fabs(tensor_get(dout, row, col)));
         others += off != 0 || doff != 0;
     }
-    assert_true(others <= (activation == ACTIVATION_RELU ? 0 : count / 500));
+    if (others > most) fail_msg("%ld elements of %ld differ, over %ld", (long)others, (long)count, (long)most);
+    print_message("%s, %ld values: %ld differ of %ld that may; at worst by %.2g of %.2g, gradients %.2g of %.2g\n",
+                  activation == ACTIVATION_RELU ? "relu" : "gelu", (long)count, (long)others, (long)most, forward.off,
+                  forward.bound, backward.off, backward.bound);
     release_all();
 }
 
@@ -209,8 +228,10 @@ static double worst_difference(const Training *a, const Training *b) {
     return worst;
 }
 
-// Devices add in other orders: a sum beside a tie of BF16, one in some thousands, rounds the other
-// way, by 2^-8 of itself, as in test_proxy_program.py. What a part changes has to be more.
+// Devices add in other orders: a sum that comes out beside a tie of BF16 rounds the other way, by
+// 2^-8 of itself. That befalls one in some thousands, and of the squares that a loss or a norm is
+// the root or the mean of at most so many: a fiftieth of 2^-8 leaves room for one in 50. What a part
+// changes has to be more.
 static void check_training(const char *name, AuthorsArithmetic arithmetic) {
     const double bound = 0x1p-8 / 50;
     Training expected = train(backend_cpu(), &authors_on_cpu, &arithmetic);

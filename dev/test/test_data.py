@@ -391,6 +391,10 @@ def test_parquet_and_arrow(tmp_path):
     for name in ("a.parquet", "b.arrow", "file.arrow", "coded.arrow"):
         out = run_prepare(tmp_path, "--input", tmp_path / name, "--val-fraction", 0, name=name + "-out")
         assert decoded_documents(out, "train") == ["one", STORY]
+    numbers = table.set_column(1, "text", table["n"].dictionary_encode())
+    with pyarrow.ipc.new_stream(str(tmp_path / "numbers.arrow"), numbers.schema) as stream:
+        stream.write_table(numbers)
+    assert "has no text in the field 'text'" in bad_input(tmp_path, "--input", tmp_path / "numbers.arrow")
     sentence = bad_input(tmp_path, "--input", tmp_path / "a.parquet", "--text-field", "body")
     assert "a.parquet has no text in the field 'body'" in sentence and "fields with text: text" in sentence
     twice = pyarrow.Table.from_arrays([table["text"], table["text"]], names=["text", "text"])
@@ -874,6 +878,8 @@ def test_tinystories(tmp_path):
     tinystories.main([*arguments, "--out-dir", str(tmp_path / "out")])
     assert decoded_documents(tmp_path / "out", "train") == ["Once upon a time.\n", "The end.\n"]
     assert decoded_documents(tmp_path / "out", "val") == ["One day.\n"]
+    tinystories.main(["--from-file", str(tmp_path / "*.txt"), *arguments[2:], "--out-dir", str(tmp_path / "both")])
+    assert decoded_documents(tmp_path / "both", "train") == ["Once upon a time.\n", "The end.\n"]
 
 
 def test_fineweb(tmp_path):

@@ -93,10 +93,10 @@ def test_the_time_is_of_all_recipes():
     base = [*MODEL, "--vocab-size", 8192, "--batch-size", 16, "--max-steps", 1000]
     first, second = (seconds(plan("h100", None, *base, "--recipe", recipe)) for recipe in ("mxfp8", "bf16"))
     text = plan("h100", None, *base, "--recipe", "mxfp8", "--recipe-at", "2:bf16")
-    assert seconds(text) == first and "(all this is of the first recipe; the time is of all)" in text
+    assert seconds(text) == first and "(this and the table are of step 0's recipe, the time of all recipes)" in text
     minutes = number(text, r"^  time +.* tokens: ([\d.e+-]+) minutes")
     assert minutes == pytest.approx((2 * first + 998 * second) / 60, rel=0.01) and abs(first / second - 1) > 0.03
-    assert "first recipe" not in plan("h100", None, *base)
+    assert "'s recipe" not in plan("h100", None, *base)
     wire = plan("h100", 4, *base, "--recipe", "mxfp8", "--recipe-at", "2:bf16")
     lines = [re.search(rf"^{start}a rank sends .*", wire, re.M).group() for start in ("wire     ", "         from step 2 on ")]
     assert "(mx;" in lines[0] and lines[0][9:] != lines[1][24:]

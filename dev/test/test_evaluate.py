@@ -333,6 +333,7 @@ def answer(**said):
 @pytest.mark.parametrize("lines, words", [
     ([answer(gold=1)], '"gold" must be true'),
     ([answer(question="q1")], '"question" must be a whole number'),
+    ([answer(question=-1)], '"question" must be a whole number, 0 or more'),
     ([answer(task=7)], '"task" must be a string'),
     ([answer(question=3), answer(question=4), answer(question=4)], "line 2: of the answers of the question that begins there 2 are"),
     ([answer(gold=False)], "line 1: of the answers of the question that begins there 0 are"),

@@ -113,6 +113,7 @@ def test_the_gap_is_of_one_kind_of_loss(tmp_path):
     at = [plot.Run(write_log(tmp_path / f"at{end}", [*log, *({"event": "val", "step": step, "loss": 4.0} for step in (0, end))]), "v")
           for end in (60, 30)]  # before its first step and at its end: of these the one alone is both runs'
     assert gap_between(*at)[0].startswith("Training loss") and gap_between(at[0], at[0])[0].startswith("Validation loss")
+    assert gap_between(at[0], at[0], at[1])[0].startswith("Training loss")
 
 
 def test_a_logarithmic_axis_has_numbers():

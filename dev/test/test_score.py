@@ -212,15 +212,23 @@ def test_what_is_refused_besides(llama, tmp_path):
     empty.write_text("")
     own = (llama / "tokenizer.bin").read_bytes()
     (tmp_path / "other.bin").write_bytes(own[:-1] + bytes([own[-1] ^ 1]))
-    assert run("--score", llama, "--requests", path).stdout.startswith('{"id":1,"logprob":-')
+    scored = run("--score", llama, "--requests", path).stdout
+    assert scored.startswith('{"id":1,"logprob":-')
+    other = tmp_path / "fields.jsonl"
+    other.write_text(json.dumps(request(1, "A", "B") | {"question": "Why?", "gold": 0, "task": 7}))
+    assert run("--score", llama, "--requests", other).stdout == scored  # fields that it leaves alone
+    (tmp_path / "data").mkdir()
+    shutil.copy(tmp_path / "other.bin", tmp_path / "data/tokenizer.bin")
+    (tmp_path / "run.json").write_text(json.dumps({"options": {"val-data": str(tmp_path / "data/val.bin")}}))
+    assert run("--config", tmp_path / "run.json", "--score", llama, "--requests", path).stdout == scored  # data isn't read
     for arguments, part in ((["--score", llama], "--score needs --requests"),
                             (["--requests", path], "--requests is for --score"),
                             (["--score", llama, "--requests", path, "--generate", llama], "exclude each other"),
                             (["--score", llama, "--requests", tmp_path / "none"], "none"),
                             (["--score", llama, "--requests", empty], "is empty"),
                             (["--score", tmp_path / "none", "--requests", path], "no such directory"),
-                            (["--score", llama, "--requests", path, "--tokenizer", tmp_path / "other.bin"], "isn't the one of"),
-                            (["--generate", llama, "--tokenizer", tmp_path / "other.bin"], "whose ids mean other text"),
+                            (["--score", llama, "--requests", path, "--tokenizer", tmp_path / "other.bin"], "isn't the same as"),
+                            (["--generate", llama, "--tokenizer", tmp_path / "other.bin"], "leave it out"),
                             (["--score", FIXTURES / "hf_llama", "--requests", path], "has no tokenizer.bin")):
         done = run(*arguments)
         assert done.returncode == 2 and done.stdout == "" and part in one_sentence(done.stderr)

@@ -938,13 +938,14 @@ def test_statistics_of_gains(data, tmp_path, rounding):
 
 def test_statistics_of_gains_have_their_rounding(data, tmp_path):
     """Rounded stochastically, as gains then are, their errors have twice the squares, 3 dB; filters aren't for them."""
-    options = [*data, *MODEL, "--quantize-ln-affine", "--max-steps", 20, "--learning-rate", 1e-2, "--quant-stats-every", 19]
-    filtered = ["--element-rounding-weights", "stochastic", "--operand-in", "h.0.up:fprop-w=e5m2"]
+    options = [*data, *MODEL, "--max-steps", 20, "--learning-rate", 1e-2, "--quant-stats-every", 19]
     sqnr = {}
-    for name, more in (("nearest", []), ("stochastic", filtered)):
+    for name, more in (("nearest", ["--quantize-ln-affine"]),
+                       ("stochastic", ["--quantize-ln-affine", "--element-rounding-weights", "stochastic"]),
+                       ("filtered", ["--operand-in", "h.0.up:fprop-w=e5m2"]), ("bf16", ["--operand-in", "h.0.up:fprop-w=bf16"])):
         run_well(*options, *more, "--out-dir", tmp_path / name)
         gains = [e for e in events(tmp_path / name, "quant") if e["operand"] == "gain" and e["step"] == 19]
-        assert len(gains) == 2 * LAYERS + 1 and {e["format"] for e in gains} == {"e4m3"}
+        assert len(gains) == 2 * LAYERS + 1 and {e["format"] for e in gains} == {"e4m3"}, name
         sqnr[name] = np.mean([e["sqnr_db"] for e in gains])
     print(f"gains: {sqnr}")
     assert 1.5 < sqnr["nearest"] - sqnr["stochastic"] < 10

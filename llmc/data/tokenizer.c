@@ -397,8 +397,8 @@ const char *tokenizer_why_not(const Tokenizer *tokenizer) {
     static char why[512];
     if (rules->unsupported[0]) {
         snprintf(why, sizeof(why),
-                 "tokenizer.json has %s, by which this program can't encode any text: leave prompts and scores to "
-                 "transformers and lm-eval, which take its checkpoints",
+                 "tokenizer.json has %s, by which this program can't encode any text: leave --prompt and "
+                 "--eval-requests out, and give checkpoints to transformers and lm-eval for samples and scores",
                  rules->unsupported);
         return why;
     }

@@ -54,6 +54,6 @@ void exchange_await(const ParamList *list, Axis axis, int64_t layer);
 typedef struct {
     double gradients, weights[GATHER_FP32 + 1];
     int amax_exchanges;
-    double muon; // of weights' bytes
+    double muon; // the part of each of weights[] that Muon gathers
 } WireBytes;
 WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches);

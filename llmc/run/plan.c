@@ -318,8 +318,8 @@ static char *tokenizer_beside(const char *pattern) {
     return tokenizer;
 }
 
-// Refuses a tokenizer at `path`, where there is one, other than the data's or the one that was named
-// for a given model: with it samples, prompts and scores, or a part of a blend, would be nonsense.
+// Refuses a tokenizer at `path`, where there is one, other than the data's or, for a given model, the
+// one that was named: with it samples, prompts and scores, or a part of a blend, would be nonsense.
 static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     Tokenizer other;
     if (!p->has_tokenizer || !path_exists(path)) return;
@@ -327,7 +327,8 @@ static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     bool is_same =
         other.file_bytes == p->tokenizer.file_bytes && memcmp(other.file, p->tokenizer.file, other.file_bytes) == 0;
     if (!is_same && given_model(&p->line.settings)) {
-        die("--tokenizer %s (%d tokens) isn't the one of %s (%d tokens), whose ids mean other text: leave it out",
+        die("--tokenizer %s (%d tokens) isn't the same as the tokenizer.bin of %s (%d tokens): leave it out, and that "
+            "one is taken",
             p->line.settings.tokenizer_path, p->tokenizer.vocab_size, whose, other.vocab_size);
     }
     if (!is_same) {
@@ -345,6 +346,7 @@ static void check_same_tokenizers(Plan *p) {
     char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
     if (path) check_same_tokenizer(p, path, directory);
     free(path);
+    if (given_model(s)) return; // what a --config says of data isn't read
     for (int i = 0; i < p->train.num_sources && p->train.num_sources > 1; i++) {
         path = tokenizer_beside(p->train.sources[i].pattern);
         check_same_tokenizer(p, path, p->train.sources[i].pattern);
@@ -842,7 +844,7 @@ static void plan_eval(Plan *p) {
     const char *path = p->line.settings.eval_requests;
     if (!path) return;
     if (!p->has_tokenizer) die_without_tokenizer(p, "--eval-requests");
-    score_read(&p->eval, path, &p->tokenizer, OR_DIE);
+    score_read(&p->eval, path, &p->tokenizer, true, OR_DIE);
     task_check(&p->eval, path, OR_DIE);
 }
 

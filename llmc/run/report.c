@@ -242,7 +242,8 @@ static void print_planned_step(const Plan *p) {
     }
     roofline_print_step(&device, &step, ranks, stdout);
     if (p->recipes.count > p->first_phase + 1) {
-        printf("           (all this is of the first recipe%s)\n", is_known ? "; the time is of all" : "");
+        printf("  (this and the table are of step %ld's recipe%s)\n", p->start.step,
+               is_known ? ", the time of all recipes" : "");
     }
     if (is_known && steps > 0) roofline_print_time(steps * step.tokens, seconds, overlapped, ranks, stdout);
     printf("\n");

@@ -69,13 +69,15 @@ static int64_t count_characters(const char *text) {
 // Takes what a line says of a task.
 static bool read_question(ScoreRequest *request, const JsonValue *line, Error *error) {
     const char *task = json_string(line, "task");
-    request->task = format_string("%s", task ? task : "");
-    request->gold = true;
     if (!task && json_get(line, "task")) {
         return error_set(error, "\"task\" must be a string: write \"task\": \"name\"");
     }
-    if (!json_int64(line, "question", &request->question) && json_get(line, "question")) {
-        return error_set(error, "\"question\" must be a whole number, the same for all answers of a question");
+    request->task = format_string("%s", task ? task : "");
+    request->gold = true;
+    bool is_whole = json_int64(line, "question", &request->question);
+    if (json_get(line, "question") && (!is_whole || request->question < 0)) {
+        return error_set(error,
+                         "\"question\" must be a whole number, 0 or more, the same for all answers of a question");
     }
     if (!json_bool(line, "gold", &request->gold) && json_get(line, "gold")) {
         return error_set(error, "\"gold\" must be true, of the right answer, or false");
@@ -83,7 +85,8 @@ static bool read_question(ScoreRequest *request, const JsonValue *line, Error *e
     return true;
 }
 
-static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, Error *error) {
+static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, bool of_tasks,
+                         Error *error) {
     const char *context = json_string(line, "context"), *continuation = json_string(line, "continuation");
     if (!json_is_object(line) || !context || !continuation) {
         return error_set(error, "a request is {\"id\": 1, \"context\": \"text\", \"continuation\": \" text\"}, and "
@@ -93,15 +96,16 @@ static bool read_request(ScoreRequest *request, const JsonValue *line, const Tok
     if (!read_id(request, line, error)) return false;
     request->bytes = (int64_t)strlen(continuation);
     request->characters = count_characters(continuation + (continuation[0] == ' '));
-    if (!read_question(request, line, error)) return false;
+    if (of_tasks && !read_question(request, line, error)) return false;
     return encode(request, tokenizer, context, continuation) ||
            error_set(error, "it can't be encoded: %s", tokenizer_why_not(tokenizer));
 }
 
 // Reads the request of a line of `bytes` bytes.
-static bool read_line(ScoreRequest *request, const char *line, size_t bytes, const Tokenizer *tokenizer, Error *error) {
+static bool read_line(ScoreRequest *request, const char *line, size_t bytes, const Tokenizer *tokenizer, bool of_tasks,
+                      Error *error) {
     JsonValue *json = json_parse(line, bytes, error);
-    bool ok = json && read_request(request, json, tokenizer, error);
+    bool ok = json && read_request(request, json, tokenizer, of_tasks, error);
     json_free(json);
     return ok;
 }
@@ -114,7 +118,7 @@ static int64_t count_lines(const char *text, size_t bytes) {
     return lines;
 }
 
-bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, Error *error) {
+bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, bool of_tasks, Error *error) {
     size_t bytes;
     Error detail;
     char *text = read_file(path, MAX_FILE_BYTES, &bytes, error);
@@ -128,7 +132,7 @@ bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer
         const char *end = memchr(line, '\n', left);
         size_t length = end ? (size_t)(end - line) : left;
         all->requests[all->count].question = -(all->count + 1);
-        ok = read_line(&all->requests[all->count], line, length, tokenizer, &detail) ||
+        ok = read_line(&all->requests[all->count], line, length, tokenizer, of_tasks, &detail) ||
              error_set(error, "%.300s, line %ld: %.600s", path, all->count + 1, detail.message);
         line += length + 1;
     }

@@ -22,7 +22,7 @@ typedef struct {
     int64_t length, context; // tokens of both, and of the context: 1 at least
     int64_t bytes;           // of the continuation
     int64_t characters;      // of it, without a space that it begins with
-    // Of a task's question, whose requests follow each other:
+    // Read for tasks alone, of a question whose requests follow each other:
     char *task;       // "" where the file doesn't say
     int64_t question; // minus the line's number where the file doesn't say
     bool gold;        // the right answer
@@ -34,9 +34,9 @@ typedef struct {
     int64_t count;
 } ScoreRequests;
 
-// Reads a file of requests, one JSON object a line. A line that can't be used is an error that
-// names it.
-bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, Error *error);
+// Reads a file of requests, one JSON object a line; what its lines say of tasks only where
+// `of_tasks`. A line that can't be used is an error that names it.
+bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, bool of_tasks, Error *error);
 void score_free(ScoreRequests *all);
 
 // Fills the scores of all requests, on every rank, each of which has the same model and requests

@@ -64,7 +64,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         STRING("val-data", "GLOB", &s->val_data, "token files to validate on; without it there is no validation"),
         STRING(
             "tokenizer", "FILE", &s->tokenizer_path,
-            "tokenizer.bin for prompts, samples and requests; where it isn't given, the one beside the training data"),
+            "tokenizer.bin for prompts, samples and requests; where it isn't given, the checkpoint's, or the one beside the training data"),
         INT("batch-size", "B", &s->batch_size, 1, 1 << 20, "sequences in a micro-batch"),
         INT("seq-len", "T", &s->seq_len, 0, MAX_POSITIONS, "tokens in a sequence; 0: the model's --max-seq-len"),
         INT("total-batch-size", "TOKENS", &s->total_batch_size, 0, many,
