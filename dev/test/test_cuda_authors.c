@@ -138,10 +138,10 @@ static void take_error(Margin *worst, const char *what, int64_t i, double off, d
     if (bound > 0 && off * worst->bound >= worst->off * bound) *worst = (Margin){off, bound};
 }
 
-// A card's expf may differ from the CPU's in the last bits of FP32, and its rounding to BF16 then in
-// one of 2^15 elements or so; one in 500 is allowed. There the exponential is off by a step of BF16,
-// 2^-8 of itself at least and 2^-7 at most, and so is the gate, by no more than 2^-7 of 1. The slope is the
-// gate and x times the inner slope times gate (1 - gate), whose factors are both off by as much.
+// A card's expf may differ from the CPU's in FP32's last bits, and its rounding to BF16 then in one
+// of 2^15 elements or so: one in 500 is allowed. There the exponential is off by a step of BF16, at
+// most 2^-7 of itself, and the gate by no more than 2^-7. The slope is the gate and x times the
+// inner slope times gate (1 - gate), both of whose factors are off by as much.
 static void check_activation(Format dtype, int64_t rows, int64_t cols, Activation activation) {
     Tensor x = normal_tensor(dtype, rows, cols, 2), dout = normal_tensor(dtype, rows, cols, 1);
     Tensor out = new_tensor(dtype, rows, cols), dx = new_tensor(dtype, rows, cols);
@@ -229,9 +229,8 @@ static double worst_difference(const Training *a, const Training *b) {
 }
 
 // Devices add in other orders: a sum that comes out beside a tie of BF16 rounds the other way, by
-// 2^-8 of itself. That befalls one in some thousands, and of the squares that a loss or a norm is
-// the root or the mean of at most so many: a fiftieth of 2^-8 leaves room for one in 50. What a part
-// changes has to be more.
+// 2^-8 of itself. That befalls one in some thousands, and a loss and a norm add the squares of
+// thousands: a fiftieth of 2^-8 has room for one in 50. What a part changes has to be more.
 static void check_training(const char *name, AuthorsArithmetic arithmetic) {
     const double bound = 0x1p-8 / 50;
     Training expected = train(backend_cpu(), &authors_on_cpu, &arithmetic);

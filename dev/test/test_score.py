@@ -219,7 +219,7 @@ def test_what_is_refused_besides(llama, tmp_path):
     assert run("--score", llama, "--requests", other).stdout == scored  # fields that it leaves alone
     (tmp_path / "data").mkdir()
     shutil.copy(tmp_path / "other.bin", tmp_path / "data/tokenizer.bin")
-    (tmp_path / "run.json").write_text(json.dumps({"options": {"val-data": str(tmp_path / "data/val.bin")}}))
+    (tmp_path / "run.json").write_text(json.dumps({"val-data": str(tmp_path / "data/val.bin")}))
     assert run("--config", tmp_path / "run.json", "--score", llama, "--requests", path).stdout == scored  # data isn't read
     for arguments, part in ((["--score", llama], "--score needs --requests"),
                             (["--requests", path], "--requests is for --score"),
