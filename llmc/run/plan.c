@@ -318,8 +318,9 @@ static char *tokenizer_beside(const char *pattern) {
     return tokenizer;
 }
 
-// Refuses a tokenizer at `path`, where there is one, other than the data's or, for a given model, the
-// one that was named: with it samples, prompts and scores, or a part of a blend, would be nonsense.
+// Refuses a tokenizer at `path`, where there is one, other than the data's or, for a given model,
+// the one that was named: with it samples, prompts and scores, or a part of a blend, would be
+// nonsense.
 static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     Tokenizer other;
     if (!p->has_tokenizer || !path_exists(path)) return;
