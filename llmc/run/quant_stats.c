@@ -173,8 +173,8 @@ static void log_norm(const Norm *norm, const Recipe *recipe, const Backend *back
     if (mx_is_mx(recipe->norm_gains)) raise_worst(worst, &stats, event);
 }
 
-// Logs the gains of a block's norms: of attention, of queries and keys, of the MLP. No filter is for
-// these.
+// Logs the gains of a block's norms: of attention, of queries and keys, of the MLP. No filter
+// changes these.
 static void log_gains(GPT *model, QuantEvent event, Worst *worst, Logger *logger) {
     const Recipe recipe = recipe_for_layer(&model->recipe, event.layer, model->config.layers);
     const Branch *attention = gpt_branch(model, event.layer, BRANCH_ATTENTION);

@@ -71,5 +71,5 @@ RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run)
 // Prints it for a person.
 void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, FILE *stream);
 
-// Prints how long so many tokens take, in seconds without overlap, and of several ranks also with it.
+// Prints how long so many tokens take, in seconds without overlap, of several ranks also with it.
 void roofline_print_time(double tokens, double seconds, double overlapped, int ranks, FILE *stream);
