@@ -14,6 +14,15 @@ ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(shell nproc)
 endif
 
+# Of goals that each call make for a build of all one waits for the other.
+ifneq ($(word 2,$(filter demo test test-% compare proxy law bench profile coverage fuzz,$(MAKECMDGOALS))),)
+.NOTPARALLEL:
+endif
+
+ifeq ($(abspath $(BUILD)),$(CURDIR))
+$(error BUILD=$(BUILD) is where the sources are: choose another directory)
+endif
+
 .DEFAULT_GOAL := all
 include dev/libraries.mk
 
@@ -166,7 +175,8 @@ law: setup
 # What was built; data sets that lie in build/ stay.
 clean:
 	rm -rf $(addprefix $(BUILD)/,llmc dev hostcuda avx2 test-logs) train_gpt_mxfp8
-	if [ -d $(BUILD) ]; then find $(BUILD) -maxdepth 1 -type f -delete; fi
+	rm -f $(PROGRAMS) $(LIBRARY) $(TESTS) $(GPU_TESTS) $(BENCHMARKS) $(addprefix $(BUILD)/,settings commit bench.json gpu_test_cuda_gemm \
+	    test_mx_exhaustive train_gpt_mxfp8.o train_gpt_mxfp8.d test_gpt.o test_gpt.d test_cuda_rounding.o)
 
 include dev/developers.mk
 

@@ -158,13 +158,14 @@ fuzz: setup
 # ------------------------------------------------------------------------------------------------
 # Speed
 
+BENCHMARKS := $(addprefix $(BUILD)/,bench_ops bench_comm)
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(LIBRARY)
 	$(LINK)
 
 # Peers: LLMC_DIR, TORCH_PYTHON, MICROXCALING_DIR; see dev/bench/README.md. BENCH='--quick' and the
 # like are options.
 bench: setup
-	@$(MAKE) --no-print-directory all $(BUILD)/bench_ops $(BUILD)/bench_comm $(FOR_HERE)
+	@$(MAKE) --no-print-directory all $(BENCHMARKS) $(FOR_HERE)
 	@$(PYTHON) dev/bench/bench.py --build $(BUILD) $(BENCH)
 
 profile: setup
@@ -174,7 +175,7 @@ profile: setup
 # ------------------------------------------------------------------------------------------------
 # Form
 
-FORMATTED := $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh' '*.cpp' ':!dev/test/fixtures')
+FORMATTED = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh' '*.cpp' ':!dev/test/fixtures')
 format:
 	clang-format -i $(FORMATTED)
 

@@ -31,7 +31,7 @@ echo "== Training"
   --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 1500 \
   --learning-rate 1e-3 --warmup-steps 100 --val-every 100 --val-steps 24 \
   --sample-every 500 --sample-tokens 200 --prompt ROMEO --quant-stats-every 100 --out-dir "$run" "${arguments[@]}"
-if [ ! -e "$run" ]; then exit; fi # --dry-run
+if [ ! -e "$run/log.jsonl" ]; then exit; fi # --dry-run
 .venv/bin/python scripts/plot.py "$run" --out "$run/loss.png"
 
 checkpoint=$run/$(cat "$run/latest")

@@ -12,6 +12,7 @@ import shlex
 
 from follow import follow, follow_parser, needs, parse, scalars, text_of
 from logs import main_of
+from runner import lock_directory
 
 PROG = "log_to_tensorboard.py"
 SUFFIX = ".train_gpt_mxfp8"  # of the files that are this script's
@@ -44,8 +45,9 @@ class TensorBoard:
         self.writer.flush()
 
     def begin(self):
-        """Begins a file, or makes readers of the one that is open forget what came before."""
+        """Begins a file, in place of an earlier one's, or makes readers of the one that is open forget what came before."""
         if not self.writer:
+            self.lock = lock_directory(self.directory)
             for old in self.directory.glob(f"events.out.tfevents.*{SUFFIX}"):
                 old.unlink()
             self.writer = self.make_writer(str(self.directory), filename_suffix=SUFFIX)

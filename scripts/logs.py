@@ -78,8 +78,10 @@ def main_of(name, main):
     except (Stopped, KeyboardInterrupt) as e:
         print(f"{name}: stopped; the same command goes on with what isn't done", file=sys.stderr)
         sys.exit(128 + (e.args[0] if isinstance(e, Stopped) else signal.SIGINT))
-    except (InputError, OSError) as e:
+    except (InputError, OSError, UnicodeError) as e:
         sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        if isinstance(e, UnicodeError):
+            sentence = f"a name or a text isn't UTF-8 ({sentence}): choose another name"
         print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
         sys.exit(2)
 

@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/.." && pwd -P)
 data=build/demo/data
 run=$root/runs/profile-$(date +%Y%m%d-%H%M%S)
 model=(--layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8)
-case " $* " in *" --model"*) model=() ;; esac
+case " $* " in *" --model"* | *" --init-from"*) model=() ;; esac
 for ((i = 1; i <= $#; i++)); do
   case ${!i} in
     --out-dir) next=$((i + 1)) && run=${!next-} ;;
@@ -23,5 +23,5 @@ cd "$root"
 
 .venv/bin/python data/demo_corpus.py --out-dir "$data"
 ./train_gpt_mxfp8 --train-data "$data/train_*.bin" "${model[@]}" --max-steps 50 --profile "$@" --out-dir "$run"
-if [ ! -e "$run" ]; then exit; fi # --dry-run
+if [ ! -e "$run/log.jsonl" ]; then exit; fi # --dry-run
 .venv/bin/python scripts/plot_profile.py "$run"

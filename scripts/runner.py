@@ -6,6 +6,7 @@ What was finished isn't done again, and what was interrupted goes on from its la
 import argparse
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import re
@@ -210,7 +211,7 @@ def chosen_pairs(text, against=BASELINE):
         raise InputError(f"--recipes {text} names {min(twice) + ' twice' if twice else 'none'}: --list shows the names")
     pairs = [Pair(*map(named, pair_of(word, against))) for word in words]
     recipes = dict.fromkeys([*(pair.base for pair in pairs), *(pair.recipe for pair in pairs)])
-    return list(recipes), [pair for pair in pairs if pair.recipe != pair.base]
+    return list(recipes), [pair for pair in dict.fromkeys(pairs) if pair.recipe != pair.base]
 
 
 def pair_of(word, against):
@@ -379,6 +380,16 @@ class Length(NamedTuple):
     steps: int
 
 
+def what_is_trained(command):
+    """Returns the options of a command, without --out-dir and --threads."""
+    options = list(command[1:])
+    for name in ("--out-dir", "--threads"):
+        while name in options:
+            at = options.index(name)
+            del options[at : at + 2]
+    return options
+
+
 class Runner:
     """Runs jobs in the directory OUT, which it has for itself, some at once."""
 
@@ -443,9 +454,10 @@ class Runner:
             )
 
     def is_of(self, job):
-        """Returns whether the job's directory says that this command runs in it."""
+        """Returns whether the job's directory says that this command runs in it, wherever program and directory lay then, and
+        on however many threads."""
         written = self.out_dir / job.name / "command.txt"
-        return written.is_file() and written.read_text().strip() == shlex.join(self.command(job))
+        return written.is_file() and what_is_trained(shlex.split(written.read_text())) == what_is_trained(self.command(job))
 
     def run(self, jobs, then=None):
         """Brings every job to its end, calls then(directory) after each, and returns their Runs. A
@@ -584,9 +596,10 @@ def outcome(run):
 def miniature(out_dir):
     """Returns data and options of a model so small that a run takes a second: the pages of doc/ as
     bytes."""
-    data = Path(out_dir) / "data"
+    data = Path(out_dir).resolve() / "data"
     if not (data / "tokenizer.bin").is_file():
         prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--input", str(ROOT / "doc/*.md"), "--out-dir"]
         output_of([*prepare, str(data)])
-    files = ["--train-data", f"{data}/train_*.bin", "--val-data", f"{data}/val_*.bin", "--val-steps", "2"]
+    pattern = glob.escape(str(data))
+    files = ["--train-data", f"{pattern}/train_*.bin", "--val-data", f"{pattern}/val_*.bin", "--val-steps", "2"]
     return [*files, *"--max-seq-len 32 --batch-size 4 --learning-rate 3e-3 --warmup-steps 4 --threads 1".split()]

@@ -106,10 +106,13 @@ if [ ${#packages[@]} -gt 0 ]; then
 fi
 
 stamp=.venv/installed
-if ! cmp -s data/requirements.txt "$stamp"; then
+# What is there may be of a Python that an upgrade of the system has taken away.
+if ! cmp -s data/requirements.txt "$stamp" || ! .venv/bin/python -c 'import numpy' 2>/dev/null; then
   say "making the Python environment .venv"
   find_python || fail "Python 3.11 or later is needed, with its module venv: install one, and run make again"
-  "$python" -m venv .venv || fail "$python -m venv .venv failed"
+  clear=()
+  if [ -e .venv ] && ! .venv/bin/python -c '' 2>/dev/null; then clear=(--clear); fi
+  "$python" -m venv "${clear[@]}" .venv || fail "$python -m venv .venv failed"
   .venv/bin/pip install --quiet --disable-pip-version-check -r data/requirements.txt ||
     fail "pip couldn't install data/requirements.txt; check the network"
   cp data/requirements.txt "$stamp"

@@ -140,7 +140,8 @@ def test_make_clean_twice(tmp_path):
     """It takes what was built and leaves data; the second time nothing is there to take."""
     for name in ("Makefile", "dev", "llmc"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("build/mxcast", "build/llmc/numerics/mx.o", "build/demo/data/train.bin", "train_gpt_mxfp8"):
+    for name in ("build/mxcast", "build/llmc/numerics/mx.o", "build/test_gpt", "build/libllmc.a", "build/settings", "train_gpt_mxfp8",
+                 "build/demo/data/train.bin"):
         write(tmp_path / name, "")
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
     for _ in range(2):
@@ -148,6 +149,21 @@ def test_make_clean_twice(tmp_path):
         left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink())
         assert left == (["train.bin"] if (tmp_path / "build").exists() else [])
         shutil.rmtree(tmp_path / "build", ignore_errors=True)
+
+
+def test_a_build_beside_the_sources_is_refused():
+    """Cleaning it would take them."""
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    for place in (".", ROOT):
+        done = subprocess.run(["make", "-n", "clean", f"BUILD={place}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and "is where the sources are: choose another directory" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("goals, waits", [("demo test", True), ("profile compare", True), ("demo", False), ("programs tests", False)])
+def test_goals_that_build_all_wait_for_one_another(goals, waits):
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    done = subprocess.run(["make", "-npq", "CUDA=0", *goals.split()], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (".NOTPARALLEL:" in done.stdout) == waits
 
 
 def test_a_library_that_was_left_out_isn_t_to_be_installed(tmp_path):

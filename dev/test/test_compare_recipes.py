@@ -195,6 +195,23 @@ def test_again_runs_nothing(tiny):
     assert before == {name: (tiny / name / "log.jsonl").read_bytes() for name in NAMES}
 
 
+def test_what_a_run_trains_is_its_command():
+    """Wherever program and directory lie, and on however many threads."""
+    command = ["./train", "--seed", "1", "--threads", "2", "--out-dir", "a/b"]
+    assert runner.what_is_trained(command) == ["--seed", "1"] == runner.what_is_trained(["/x/train", "--seed", "1", "--out-dir", "/y"])
+    assert runner.what_is_trained(["./train", "--seed", "2"]) != ["--seed", "1"]
+
+
+def test_a_directory_that_is_named_otherwise_goes_on(tiny):
+    done = compare(*ARGUMENTS, "--out-dir", os.path.relpath(tiny))
+    assert done.stdout.count("done before") == 9
+
+
+def test_a_pair_that_is_written_twice_is_one():
+    _, pairs = runner.chosen_pairs("mxfp8,mxfp8:bf16")
+    assert [(pair.recipe.name, pair.base.name) for pair in pairs] == [("mxfp8", "bf16")]
+
+
 def test_other_options_are_refused(tiny):
     before = snapshot(tiny)
     done = compare("--tiny", "--out-dir", tiny, "--", "--learning-rate", "1e-4", code=2)

@@ -127,6 +127,8 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(python, tm
         while not list(run.glob("events.out.tfevents.*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(1)
+        other = call(python, "log_to_tensorboard.py", run)  # whose file readers would take for a later one
+        assert other.returncode == 2 and "is in use" in other.stderr
         again = [e | {"loss": 1.0} if e["event"] == "train" and e["step"] > 6 else e for e in a_run(12)]
         write_log(run, [*again, {"event": "end", "step": 12, "reason": "max-steps"}])
         out, errors = process.communicate(timeout=60)
