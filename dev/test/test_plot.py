@@ -359,11 +359,13 @@ STANDIN = """#!/bin/sh
 case "$*" in *--dry-run*) exit ;; esac
 while [ $# -gt 0 ]; do if [ "$1" = --out-dir ]; then out=$2; fi; shift; done
 mkdir -p "$out"
+touch "$out/log.jsonl"
 """
 
 
 @pytest.mark.parametrize("options, drawn", [
-    ([], "runs/profile-"), (["--out-dir", "a run"], "a run"), (["--dry-run"], None), (["--dry-run", "--out-dir", "none"], None)])
+    ([], "runs/profile-"), (["--out-dir", "a run"], "a run"), (["--dry-run"], None), (["--dry-run", "--out-dir", "none"], None),
+    (["--dry-run", "--out-dir", "scripts"], None)])  # which is there
 def test_what_is_drawn_of_a_profiled_run(tmp_path, options, drawn):
     """profile.sh's options go to the trainer, here to one that makes its directory."""
     for name, text in (("scripts/profile.sh", (SCRIPTS / "profile.sh").read_text()), ("train_gpt_mxfp8", STANDIN),

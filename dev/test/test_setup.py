@@ -244,6 +244,7 @@ def test_slurm_on_several_machines(tmp_path):
 TRAINER = """#!/bin/sh
 while [ "$1" != --out-dir ]; do shift; done
 mkdir -p "$2"
+touch "$2/log.jsonl"
 echo step_000002 > "$2/latest"
 shift 2
 echo "rest: $*"
