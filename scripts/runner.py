@@ -381,13 +381,13 @@ class Length(NamedTuple):
 
 
 def what_is_trained(command):
-    """Returns the options of a command, without --out-dir and --threads."""
-    options = list(command[1:])
+    """Returns a command without --out-dir and --threads: where a run lies, and how many threads it has, makes it no other."""
+    kept = list(command)
     for name in ("--out-dir", "--threads"):
-        while name in options:
-            at = options.index(name)
-            del options[at : at + 2]
-    return options
+        while name in kept:
+            at = kept.index(name)
+            del kept[at : at + 2]
+    return kept
 
 
 class Runner:
@@ -454,8 +454,7 @@ class Runner:
             )
 
     def is_of(self, job):
-        """Returns whether the job's directory says that this command runs in it, wherever program and directory lay then, and
-        on however many threads."""
+        """Returns whether the job's directory says that this command runs in it, wherever it lay then."""
         written = self.out_dir / job.name / "command.txt"
         return written.is_file() and what_is_trained(shlex.split(written.read_text())) == what_is_trained(self.command(job))
 
