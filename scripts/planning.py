@@ -44,13 +44,16 @@ def bits_of(pair):
     return "4-bit" if "fp4" in options or "e2m1" in options else "6-bit or 8-bit"
 
 
-def scatter_in_words(options, measured, pairs):
-    """Returns the scatter that the plan is made with, and where it is from."""
+def scatter_in_words(options, measured, pairs, known=None):
+    """Returns the scatter that the plan is made with, and where it is from: where OUT_DIR doesn't tell it, `known`, such a pair,
+    or KNOWN_SCATTER's."""
     if options.scatter:
         return options.scatter, "as --scatter says"
     if measured:
         label = max(measured, key=lambda name: measured[name].scatter)
         return most_scatter(measured[label]), f"at most, in four of five cases, by what is measured in {options.out_dir} of {label}"
+    if known:
+        return known
     bits = max(map(bits_of, pairs), key=KNOWN_SCATTER.get, default="6-bit or 8-bit")
     return KNOWN_SCATTER[bits], f"the largest that was measured of {bits} recipes in a model of 3.3 million parameters, " \
         "after 500 steps; --scatter says another"

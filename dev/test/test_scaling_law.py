@@ -165,6 +165,8 @@ def test_plan(tmp_path):
     assert [int(cell) for cell in row] == [3, 54]  # of 24 pairs, 0.0029955 / 0.005 = 0.599 of the scatter
     assert "For 0.3 %: --seeds 3," in said and "--seeds 2 shows 0.35 %, in" in said
     assert [path.name for path in out.iterdir() if path.is_dir()] == ["data"]
+    said = call("--tiny", "--plan", "--out-dir", out).stdout
+    assert "scatter by 0.0120 nats from pair to pair (what was measured of mxfp8 against bf16 in the grid of make law;" in said
 
 
 def test_grid_stopped_and_continued(tmp_path):
