@@ -135,15 +135,19 @@ static inline void tensor_set(Tensor t, int64_t row, int64_t col, double value) 
     }
 }
 
-static inline Tensor random_tensor(Format dtype, int64_t rows, int64_t cols, double stddev) {
-    Tensor tensor = take_tensor(dtype, rows, cols);
+// Fills a tensor with normal values, and returns it.
+static inline Tensor fill_tensor(Tensor tensor, double stddev) {
     uint64_t stream = next_stream();
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t c = 0; c < cols; c++) {
-            tensor_set(tensor, r, c, stddev * random_normal(1, stream, (uint64_t)(r * cols + c)));
+    for (int64_t r = 0; r < tensor.rows; r++) {
+        for (int64_t c = 0; c < tensor.cols; c++) {
+            tensor_set(tensor, r, c, stddev * random_normal(1, stream, (uint64_t)(r * tensor.cols + c)));
         }
     }
     return tensor;
+}
+
+static inline Tensor random_tensor(Format dtype, int64_t rows, int64_t cols, double stddev) {
+    return fill_tensor(take_tensor(dtype, rows, cols), stddev);
 }
 
 static inline size_t tensor_bytes(Tensor t) { return (size_t)(t.rows * t.stride) * dtype_size(t.dtype); }

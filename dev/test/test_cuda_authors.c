@@ -23,12 +23,7 @@ static Tensor new_tensor(Format dtype, int64_t rows, int64_t cols) {
 }
 
 static Tensor normal_tensor(Format dtype, int64_t rows, int64_t cols, double stddev) {
-    Tensor tensor = new_tensor(dtype, rows, cols);
-    uint64_t stream = next_stream();
-    for (int64_t i = 0; i < rows * cols; i++) {
-        tensor_set(tensor, i / cols, i % cols, stddev * random_normal(1, stream, (uint64_t)i));
-    }
-    return tensor;
+    return fill_tensor(new_tensor(dtype, rows, cols), stddev);
 }
 
 // Returns an element's bits; those of one NaN for all.

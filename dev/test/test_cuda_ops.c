@@ -50,12 +50,7 @@ static Tensor empty_tensor(Format dtype, int64_t rows, int64_t cols) {
 }
 
 static Tensor normal_tensor(Format dtype, int64_t rows, int64_t cols, double stddev) {
-    Tensor tensor = empty_tensor(dtype, rows, cols);
-    uint64_t stream = next_stream();
-    for (int64_t i = 0; i < rows * cols; i++) {
-        tensor_set(tensor, i / cols, i % cols, stddev * random_normal(1, stream, (uint64_t)i));
-    }
-    return tensor;
+    return fill_tensor(empty_tensor(dtype, rows, cols), stddev);
 }
 
 static float *normal_floats(int64_t count) {
