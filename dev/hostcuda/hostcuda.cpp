@@ -46,10 +46,10 @@ enum {
 static const uint64_t DEVICE_BYTES = (uint64_t)80 << 30;
 
 static struct {
-    uint64_t seed;
+    uint64_t seed, launches;
     int major, minor;
     bool started, forked;
-} device = {0, 9, 0, false, false};
+} device = {0, 0, 9, 0, false, false};
 
 [[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...) {
     char text[4096];
@@ -134,7 +134,7 @@ typedef struct {
     size_t shared_bytes;
     void (*body)(const void *);
     const void *closure;
-    uint64_t blocks, seed;
+    uint64_t blocks, seed, number;
     int threads; // of a block
 } Launch;
 
@@ -151,6 +151,7 @@ struct Worker {
     Thread threads[MAX_THREADS];
     Thread *thread; // that runs
     Warp warps[MAX_WARPS];
+    uint64_t seed;               // of the block that runs
     uint16_t order[MAX_THREADS]; // in which threads start
     int started, present;
     uint16_t arrived[MAX_THREADS]; // at the barrier of the whole block, in this order
@@ -228,7 +229,7 @@ static bool same_site(const Thread *a, const Thread *b) {
 // them.
 static void go_on(Worker *w) {
     if (w->first_ready != w->end_ready) {
-        unsigned at = w->launch->seed & 2 ? --w->end_ready : w->first_ready++;
+        unsigned at = w->seed & 2 ? --w->end_ready : w->first_ready++;
         switch_to(w, w->threads[w->ready[at % MAX_THREADS]].fiber);
     } else if (w->present == 0) {
         switch_to(w, &w->native);
@@ -273,7 +274,7 @@ static void try_warp(Worker *w, int index) {
             folded = thread->combine(folded, lanes[__builtin_ctz(rest)].value);
         }
     }
-    int mix = (int)(w->launch->seed % LANES); // another order of lanes
+    int mix = (int)(w->seed % LANES); // another order of lanes
     for (int i = 0; i < LANES; i++) {
         int lane = i ^ mix;
         if (!(all >> lane & 1)) continue;
@@ -508,7 +509,6 @@ static Worker *worker_take(const Launch *launch) {
     uint3 index = {0, 0, 0};
     for (int i = 0; i < launch->threads; i++) {
         w->threads[i].index = index;
-        w->order[i] = (uint16_t)i;
         if (++index.x < launch->block.x) continue;
         index.x = 0;
         if (++index.y < launch->block.y) continue;
@@ -543,14 +543,25 @@ static void worker_release(Worker *w) {
     }
 }
 
+// Returns the seed of a block; block UINT64_MAX stands for the order of a launch's blocks.
+static uint64_t seed_of(const Launch *launch, uint64_t block) {
+    if (launch->seed != HOSTCUDA_MIXED) return launch->seed;
+    uint64_t state = launch->number + (block << 32);
+    return random_next(&state) & 1 ? 7 : 0;
+}
+
 static void run_block(Worker *w, uint64_t block) {
     const Launch *launch = w->launch;
     int threads = launch->threads;
     blockIdx.x = (unsigned)(block % launch->grid.x);
     blockIdx.y = (unsigned)(block / launch->grid.x % launch->grid.y);
     blockIdx.z = (unsigned)(block / launch->grid.x / launch->grid.y);
-    if (launch->seed != 0) {
-        uint64_t state = launch->seed + (block << 32);
+    w->seed = seed_of(launch, block);
+    for (int i = 0; i < threads; i++) {
+        w->order[i] = (uint16_t)i;
+    }
+    if (w->seed != 0) {
+        uint64_t state = w->seed + (block << 32);
         for (int i = 0; i < threads; i++) {
             int j = (int)((random_next(&state) >> 32) * (uint64_t)(i + 1) >> 32);
             w->order[i] = w->order[j];
@@ -675,7 +686,9 @@ static void in_forked_child() { device.forked = true; }
 static void start_up() {
     device.started = true;
     const char *seed = getenv("HOSTCUDA_SEED");
-    if (seed != NULL && device.seed == 0) device.seed = strtoull(seed, NULL, 10);
+    if (seed != NULL && device.seed == 0) {
+        device.seed = strcmp(seed, "mixed") == 0 ? HOSTCUDA_MIXED : strtoull(seed, NULL, 10);
+    }
     // OpenMP's threads aren't there in a child.
     pthread_atfork(NULL, NULL, in_forked_child);
     find_shared_variables();
@@ -694,8 +707,9 @@ cudaError_t hostcuda_run(const char *name, const void *kernel, dim3 grid, dim3 b
     bool parenthesised = name[0] == '(';
     snprintf(kernel_name, sizeof(kernel_name), "kernel %.*s", (int)strlen(name) - 2 * parenthesised,
              name + parenthesised);
-    Launch launch = {kernel_name, grid, block, shared_bytes, body, closure, blocks, device.seed, (int)threads};
-    bool backwards = device.seed % 2 == 1;
+    Launch launch = {kernel_name, grid,   block,       shared_bytes,      body,
+                     closure,     blocks, device.seed, device.launches++, (int)threads};
+    bool backwards = seed_of(&launch, UINT64_MAX) % 2 == 1;
     uint64_t chunk = blocks / (16 * (uint64_t)omp_get_max_threads()) + 1;
     bool parallel = blocks > 1 && blocks * threads >= PARALLEL_THREADS && !device.forked;
 #pragma omp parallel if (parallel)

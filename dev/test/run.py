@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
-# Kernels, on the CPU's shim.
+# Kernels, on the CPU's shim. A barrier that is missing shows in one order of the threads and not in another.
 HOSTCUDA = {f"test_cuda_{name}" for name in ("attention", "authors", "gpt", "ops", "quantize")}
+IN_SEVERAL_ORDERS = ["env", "HOSTCUDA_SEED=mixed"]
 LONGEST = {"test_ranks", "test_trainer"}  # begun first, so that none runs on alone
 RANKS = {"test_comm", "test_comm_nccl", "test_param"}  # also on several ranks
 ALL_SKIPPED = 5  # pytest's exit code, of a file whose tests need a package that isn't there
@@ -113,15 +114,13 @@ def print_result(r):
 
 
 def list_tests(build, jobs):
-    """Returns of each test its name, its command, and what counts its results. Tests in Python, and the repeated ones, have
-    their part of the cores: with two threads beside other programs a run took 1.4 to 1.7 times as long as with one."""
+    """Returns of each test its name, its command, and what counts its results. Tests in Python have their part of the
+    cores: with two threads beside other programs a run took 1.4 to 1.7 times as long as with one."""
     part = max(1, len(os.sched_getaffinity(0)) // jobs)
     threads = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', part)}"
     programs = sorted(p for p in build.glob("test_*") if os.access(p, os.X_OK) and p.is_file() and not p.suffix)
-    tests = [(p.name, [str(p)], count_cmocka) for p in programs if p.name not in LEFT_OUT]
-    # A barrier that is missing shows in one order of the threads and not in another: 7 also lets warps run ahead of others.
-    tests += [(f"{p.name}-reordered", ["env", threads, "HOSTCUDA_SEED=7", str(p)], count_cmocka)
-              for p in programs if p.name in HOSTCUDA]
+    tests = [(p.name, [*(IN_SEVERAL_ORDERS if p.name in HOSTCUDA else []), str(p)], count_cmocka)
+             for p in programs if p.name not in LEFT_OUT]
     tests += [(name, command + [str(p)], count_cmocka) for p in programs if p.name in RANKS
               for name, command in under_mpirun(p.name)]
     for p in sorted((ROOT / "dev/test").glob("test_*.py")):

@@ -38,12 +38,13 @@ def write(path, text):
     path.write_text(text + "\n")
 
 
-def toolkit(path, release, archs, cublas, cudnn=None):
+def toolkit(path, release, archs, cublas, cudnn=None, help=""):
     """Makes a toolkit of headers with these versions; returns make's variable for it."""
     write(path / "bin/nvcc", f"""#!/bin/sh
 case $1 in
 --version) echo "Cuda compilation tools, release {release}, V{release}.1" ;;
 --list-gpu-arch) printf 'compute_%s\\n' {archs} ;;
+--help) echo '{help}' ;;
 *) exit 1 ;;
 esac""")
     (path / "bin/nvcc").chmod(0o755)
@@ -134,6 +135,22 @@ def test_make_builds_the_program(target, after):
     done = subprocess.run(["make", "-n", "CUDA=0", *target], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     commands = done.stdout.splitlines()
     assert commands[-1 - len(after):] == ["ln -sf build/train_gpt_mxfp8 train_gpt_mxfp8", *after]
+
+
+@pytest.mark.parametrize("goal, gpu, help, quick", [
+    ("test", "", "--Ofast-compile <level>", True), ("test", "", "", False),
+    ("test", "/dev/nvidiactl", "--Ofast-compile <level>", False), ("programs", "", "--Ofast-compile <level>", False),
+])
+def test_kernels_are_compiled_quickly_for_tests_without_a_gpu(tmp_path, goal, gpu, help, quick):
+    variables = [toolkit(tmp_path / "cuda", "13.0", "89 90 100 120", 130100, help=help), f"BUILD={tmp_path}/build", f"GPU={gpu}"]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    commands = subprocess.run(["make", "-n", goal, *variables], cwd=ROOT, env=environment, capture_output=True, text=True,
+                              check=True).stdout.splitlines()
+    kernels = [command for command in commands if command.startswith(f"{tmp_path}/cuda/bin/nvcc") and " -c llmc/" in command]
+    device = [command for command in commands if command.endswith("llmc/cuda/device.o")]
+    assert len(kernels) > 5 and len(device) == 1
+    assert all(("--Ofast-compile=max" in command) == quick for command in kernels)
+    assert ("-DQUICK_KERNELS" in device[0]) == quick
 
 
 def test_make_clean_twice(tmp_path):

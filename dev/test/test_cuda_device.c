@@ -52,6 +52,14 @@ static const char *refused_capability(const char *name, int major, int minor) {
     return cuda_device_check_capability(name, major, minor, &why_not) ? NULL : why_not.message;
 }
 
+static void test_quick_kernels(void **state) {
+    (void)state;
+    Error why_not;
+    assert_true(cuda_device_check_kernels(false, &why_not));
+    assert_false(cuda_device_check_kernels(true, &why_not));
+    assert_says(why_not.message, "run make");
+}
+
 static void test_capabilities(void **state) {
     (void)state;
     assert_says(refused_capability("Tesla T4", 7, 5), "Tesla T4 has compute capability 7.5");
@@ -179,6 +187,7 @@ int main(void) {
         cmocka_unit_test(test_info_without_cublaslt),
         cmocka_unit_test(test_drivers),
         cmocka_unit_test(test_capabilities),
+        cmocka_unit_test(test_quick_kernels),
         cmocka_unit_test(test_cublaslt),
         cmocka_unit_test(test_peaks),
         cmocka_unit_test(test_find),

@@ -156,6 +156,16 @@ template <bool SYNCHRONIZED> static bool shifts_right(uint64_t seed) {
     return right;
 }
 
+// Half of the launches, of a block each, have a seed that is in order.
+static void test_mixed_seeds(void **) {
+    int right = 0, launches = 64;
+    for (int i = 0; i < launches; i++) {
+        right += shifts_right<false>(HOSTCUDA_MIXED);
+        assert_true(shifts_right<true>(HOSTCUDA_MIXED));
+    }
+    assert_in_range(right, launches / 4, 3 * launches / 4);
+}
+
 static void test_seed_changes_order(void **) {
     assert_true(shifts_right<false>(0));
     for (uint64_t seed = 0; seed < NUM_SEEDS; seed++) {
@@ -604,6 +614,7 @@ int main() {
         cmocka_unit_test(test_sums_in_any_order),
         cmocka_unit_test(test_missing_barrier_shows),
         cmocka_unit_test(test_seed_changes_order),
+        cmocka_unit_test(test_mixed_seeds),
         cmocka_unit_test(test_some_seeds_let_warps_run_ahead),
         cmocka_unit_test(test_warp_operations),
         cmocka_unit_test(test_exited_threads),

@@ -37,6 +37,19 @@ bool cuda_device_check_capability(const char *name, int major, int minor, Error 
                      10 * major + minor >= 80 ? ": build it with CUDA_ARCH for this one" : ": use a newer GPU");
 }
 
+// QUICK_KERNELS, from make: the kernels were compiled for tests, on a machine without a GPU.
+#ifdef QUICK_KERNELS
+#define KERNELS_ARE_QUICK true
+#else
+#define KERNELS_ARE_QUICK false
+#endif
+
+bool cuda_device_check_kernels(bool quick, Error *why_not) {
+    return !quick ||
+           error_set(why_not, "this program's kernels were compiled by `make test` on a machine without a GPU, "
+                              "quickly, and are slow: run make, which compiles them for use");
+}
+
 // Nothing on a GPU is multiplied without it.
 #define NO_CUBLASLT LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR) " isn't on this machine: install the CUDA toolkit"
 
@@ -101,6 +114,7 @@ bool cuda_device_find(CudaDevice *device, Error *error) {
         Error *why_not = &candidate.why_not;
         look_at(&candidate, index);
         candidate.usable =
+            cuda_device_check_kernels(KERNELS_ARE_QUICK, why_not) &&
             cuda_device_check_capability(candidate.name, candidate.major, candidate.minor, why_not) &&
             cuda_device_check_cublaslt(candidate.name, candidate.major, cuda_gemm_cublaslt_version(), why_not) &&
             start(&candidate);

@@ -32,6 +32,7 @@ bool cuda_device_find(CudaDevice *device, Error *error);
 // makes a device useless. Pure functions, so that tests can call them.
 bool cuda_device_check_driver(int driver, int runtime, int count, int status, Error *why_not);
 bool cuda_device_check_capability(const char *name, int major, int minor, Error *why_not);
+bool cuda_device_check_kernels(bool quick, Error *why_not);
 bool cuda_device_check_cublaslt(const char *name, int major, size_t cublaslt, Error *why_not);
 
 // Return the highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with
