@@ -622,10 +622,13 @@ def plan(options, runner, recipes, pairs, common, times):
     jobs = {(r.name, seed): job_of(r, seed, common) for seed in seeds for r in recipes}
     done = runner.finished(jobs.values())
     runs = {key: done[job.name] for key, job in jobs.items() if job.name in done}
-    scatter, source = scatter_in_words(options, measured_scatter(pairs, runs, seeds), pairs)
+    grown = len(times) > 1
+    measured = {} if grown else measured_scatter(pairs, runs, seeds)
+    scatter, source = scatter_in_words(options, measured, pairs, grown=grown)
     of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
     steps = ", and one of ".join(f"{n * length.steps:,} step{plural(n * length.steps)}" for n in sorted(times))
-    print_plan(options, scatter, source, Cost(f"A run of {of_each}, {steps},", len(recipes) * len(times), seconds))
+    cost = Cost(f"A run of {of_each}, {steps},", len(recipes) * len(times), seconds)
+    print_plan(options, scatter, source, cost._replace(of="The growths of paired differences") if grown else cost)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

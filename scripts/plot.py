@@ -166,7 +166,7 @@ def draw_gap(axes, runs):
         gaps = np.array([100 * (of_run[step] / base[step] - 1) for step in steps])
         axes.plot(steps, gaps if validated else smoothed(gaps), color=color, linewidth=1.4, marker=".")
     kind = "Validation" if validated else "Training"
-    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", ylabel="%", xlabel="step")
+    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", ylabel="% of the loss", xlabel="step")
 
 
 def draw_loss_legend(axes, runs):

@@ -19,6 +19,7 @@ import json
 import re
 import shlex
 import struct
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -242,6 +243,7 @@ class Difference(NamedTuple):
     name: str
     base: str
     points: Points  # N, D, and the difference of the losses
+    of_seeds: tuple  # of each seed that has all of the grid that any has, the mean difference of the losses
     value: dict
     low: dict  # the 95 % interval of the resampled fits' differences
     high: dict
@@ -255,12 +257,22 @@ class Difference(NamedTuple):
         """Returns the mean difference of the losses, with its interval over pairs of runs."""
         return interval(self.points.loss)
 
+    def over_seeds(self):
+        """Returns the same with its interval over seeds, of each of which all pairs share the order of the data."""
+        return interval(self.of_seeds)
+
     def excludes_zero(self, coefficient):
         return self.low[coefficient] > 0 or self.high[coefficient] < 0
 
 
-def difference(names, points, base, resamples):
-    """Compares two recipes' points: points[i] and base[i] are at the same N, D and seed, and are
+def means_of_seeds(seeds, differences):
+    """Returns the mean difference of each seed with the most pairs."""
+    seeds, counts = np.array(seeds), Counter(seeds)
+    return tuple(float(differences[seeds == seed].mean()) for seed, n in counts.items() if n == max(counts.values()))
+
+
+def difference(names, seeds, points, base, resamples):
+    """Compares two recipes' points: points[i] and base[i] are at the same N, D and seed, seeds[i], and are
     drawn together."""
     laws, beyond = [], []
     for p in (points, base):
@@ -273,7 +285,8 @@ def difference(names, points, base, resamples):
     for n in COMPARED:
         value[n], *resampled = [getattr(mine, n) - getattr(other, n) for mine, other in zip(*laws)]
         low[n], high[n] = middle(resampled)
-    return Difference(*names, points._replace(loss=points.loss - base.loss), value, low, high, tuple(dict.fromkeys(beyond)))
+    gaps = points.loss - base.loss
+    return Difference(*names, points._replace(loss=gaps), means_of_seeds(seeds, gaps), value, low, high, tuple(dict.fromkeys(beyond)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,8 +428,9 @@ def measured_scatter(runner, cells, pairs):
     for pair in pairs:
         mine, base = (by_recipe.get(r.name, {}) for r in pair)
         shared = shared_cells(mine, base)
-        if len(shared) >= ENOUGH:
-            found[pair.label] = interval([mine[key][2] - base[key][2] for key in shared])
+        differences = interval([mine[key][2] - base[key][2] for key in shared]) if len(shared) >= ENOUGH else None
+        if differences and differences.scatter > 0:
+            found[pair.label] = differences
     return found
 
 
@@ -475,7 +489,8 @@ def compare(by_recipe, pairs, resamples):
         if reason := too_few(points):
             remarks.append(f"{name} isn't compared with {base}: in both, {reason}.")
         else:
-            differences.append(difference((name, base), points, as_points(by_recipe[base], shared), resamples))
+            seeds = [seed for _, _, seed in shared]
+            differences.append(difference((name, base), seeds, points, as_points(by_recipe[base], shared), resamples))
     return differences, remarks
 
 
@@ -520,13 +535,14 @@ DIFFERENCE_HEAD = (
     "less",
     "pairs of runs:",
     "loss at the same N, D, seed: % of perplexity [95 %]:",
+    "over seeds [95 %]:",
     *(f"{n}:" for n in COMPARED),
 )
 
 
 def difference_row(d):
     cells = [cell_text(d.value[n], d.low[n], d.high[n]) for n in COMPARED]
-    return [d.name, d.base, str(len(d.points.loss)), signed(d.gap()), *cells]
+    return [d.name, d.base, str(len(d.points.loss)), signed(d.gap()), signed(d.over_seeds()), *cells]
 
 
 def draw_laws(fits):
@@ -604,9 +620,11 @@ def in_words(fits, differences):
                 f"{name}: of {', '.join(found.cut_off)} an end of the interval may be where the search ends, not what the runs say."
             )
     for d in differences:
-        gap = d.gap()
-        said = verdict(gap, d.base, BAR if d.base == BASELINE else None, "pairs of runs")
-        sentences.append(f"{d.label}, at the same N, D and seed: perplexity {signed(gap)}, {said}.")
+        gap, over_seeds, bar = d.gap(), d.over_seeds(), BAR if d.base == BASELINE else None
+        sentences.append(f"{d.label}, at the same N, D and seed: perplexity {signed(gap)} if pairs are independent, "
+                         f"{verdict(gap, d.base, bar, 'pairs of runs')}. Over the means of {over_seeds.count} "
+                         f"seed{plural(over_seeds.count)}, of each of which all pairs share the order of the data: {signed(over_seeds)}, "
+                         f"{verdict(over_seeds, d.base, bar)}.")
         excluded = d.excludes_zero("a")
         ends = f"{d.value['a']:+.3g}, with an interval from {d.low['a']:+.3g} to {d.high['a']:+.3g}, which"
         seen = "excludes 0: they differ" if excluded else "includes 0: no difference was seen"
@@ -664,7 +682,8 @@ def write_report(options, fits, tables, differences, remarks, check, command, jo
         report.paragraph(
             "Differences of runs that both recipes have, pair by pair of the same N, D and seed, which share weights "
             "and batches: of their losses, the mean over this grid [95 %, Student's t over pairs, taken as "
-            "independent]; of the laws fitted to them [95 % of the differences of fits to the same resampled runs of both]:"
+            "independent], and over the means of seeds [95 %, Student's t over seeds]; of the laws fitted to them "
+            "[95 % of the differences of fits to the same resampled runs of both]:"
         )
         report.table(DIFFERENCE_HEAD, [difference_row(d) for d in differences])
         report.picture(draw_gaps(differences), "differences", "Differences of perplexity at the same N, D and seed")

@@ -24,8 +24,8 @@ line (-include), over CUDA's own headers. How it works and what it can't do: REA
 enum { HOSTCUDA_EXIT = 86 }; // exit status after a report
 
 // Sets the order in which the threads of a block run: 0, in order; others, a permutation for each
-// block; HOSTCUDA_MIXED, a draw for each block of 0 or 7. The environment variable HOSTCUDA_SEED also
-// sets it, to a number or to `mixed`.
+// block; HOSTCUDA_MIXED, a draw for each block of 0 or 7. The environment variable HOSTCUDA_SEED
+// sets it, too, to a number or to `mixed`.
 extern "C" void hostcuda_set_seed(uint64_t seed);
 #define HOSTCUDA_MIXED UINT64_MAX
 // The compute capability of the pretended device; 9.0 unless set.

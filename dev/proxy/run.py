@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from logs import InputError, Parser, main_of, number, plural, read_events, write_whole  # noqa: E402
-from paired import ENOUGH, difference_in_words, interval, percent, reach, signed, verdict, visible  # noqa: E402
+from paired import ENOUGH, difference_in_words, interval, is_seen, percent, reach, signed, verdict, visible  # noqa: E402
 from plot import COLORS, new_figure, same_scale, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, wrapped  # noqa: E402
 from runner import lock_directory  # noqa: E402
@@ -125,6 +125,7 @@ class Run:
         self.twin = [e for e in events if e["event"] == "twin"]
         self.quant = [e for e in events if e["event"] == "quant"]
         self.spikes = sum(e.get("spike", False) for e in train)
+        self.seconds = sum(e["seconds"] for e in train)  # all of it, of a run that was resumed too
         self.end = next(e for e in reversed(events) if e["event"] == "end")
         earlier = before.loss[before.steps < self.steps[0]] if before else np.zeros(0)
         self.diverged, self.excursions = departures(self.steps, self.loss, self.end["reason"], earlier)
@@ -380,7 +381,7 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
     figure.suptitle("\n".join([title, *textwrap.wrap(f"seen: {seen}", width)]), fontsize=9, x=0.01, ha="left")
     save(figure, runner.out_dir / f"{name}.png")
     config = next(e for e in read_events(runs[0].directory / "log.jsonl") if e["event"] == "config")
-    seconds = sum(run.end["seconds"] for run in {run.directory: run for run in runs}.values())
+    seconds = sum(run.seconds for run in {run.directory: run for run in runs}.values())
     text = [f"# {title}", "", f"![{name}]({name}.png)", "", wrapped(f"**The paper**: {paper}"), "",
             wrapped(f"**Seen**: {seen}"), ""]
     text += [part for t in tables for part in (t, "")]
@@ -392,8 +393,8 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
                      f"{seconds:.0f} s of training."), "",
              wrapped("Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before "
                      "it; or the run was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or "
-                     "more in a row were. Final loss: the median of the last twentieth of the steps. Spikes: loss over 100 "
-                     "times that of the step before. Runs of one seed share weights and samples; arms with one seed each "
+                     "more in a row were, of a run that didn't diverge. Final loss: the median of the last twentieth of the steps. "
+                     "Spikes: loss over 100 times that of the step before. Runs of one seed share weights and samples; arms with one seed each "
                      "have no interval, so that small differences between them can't be told from chance. Would be "
                      "seen from: a true difference of this size is found in four of five such experiments, if differences scatter as "
                      "they do here. The scatter is itself an estimate: counting that, ten seeds find it in 7 of 10, three in 6 "
@@ -542,9 +543,9 @@ def write_text_interventions(runner, made):
         for i, name in enumerate(INTERVENTIONS):
             runs = [runs[i] for runs in by_seed]
             found, errors = paired_losses(runs, nothing) if i > 0 else None, [run.worst_bias()[0] for run in runs]
-            losses[name, side] = signed(found) if found else "-"
+            losses[name, side] = signed(found) + of_fewer(found, runs) if found else "-"
             highest[name, side] = f"{sig(min(errors), 2)} to {sig(max(errors), 2)}"
-            if found and found.count > 1 and difference_in_words(found) in ("better", "worse"):
+            if found and is_seen(found):
                 seen.append(f"{name} from {side} {signed(found)}")
     rows = [[name, *(losses[name, side] for side in sides), *(highest[name, side] for side in sides)] for name in INTERVENTIONS]
     events = ", ".join(str(mx.event()) for mx in references)
@@ -594,6 +595,11 @@ def paired_losses(runs, others):
     return interval(np.log(ratios)) if len(ratios) else None
 
 
+def of_fewer(found, runs):
+    """Says of how many seeds a comparison is, where it isn't of all runs."""
+    return f" (of {found.count} seed{plural(found.count)} with both to their end)" if found.count < len(runs) else ""
+
+
 def comparison_row(made, arm, base):
     """Returns a row of what the seeds show of two arms."""
     found = paired_losses(made[arm], made[base])
@@ -602,8 +608,7 @@ def comparison_row(made, arm, base):
     seen_from = f"{percent(visible(found.count) * found.scatter):.2f}" if found.count > 1 else "-"
     if found.count == len(made[arm]) > 1:
         return [f"{arm} against {base}", signed(found), seen_from, difference_in_words(found)]
-    kept = f" (of {found.count} seed{plural(found.count)} with both to their end)" if found.count < len(made[arm]) else ""
-    return [f"{arm} against {base}", signed(found) + kept, seen_from, verdict(found, None)]
+    return [f"{arm} against {base}", signed(found) + of_fewer(found, made[arm]), seen_from, verdict(found, None)]
 
 
 def too_few(seeds):
@@ -640,7 +645,8 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
         draw_losses(above, runs, arm, legend=False)
         found = None if arm == "FP32" else paired_losses(runs, made["FP32"])
         row = [arm, len(runs), sum(run.diverged is not None for run in runs), sum(came_back(run) for run in runs),
-               sum(run.spikes for run in runs), signed(found) if found else "-", f"{found.scatter:.4f}" if found and found.count > 1 else "-"]
+               sum(run.spikes for run in runs), signed(found) + of_fewer(found, runs) if found else "-",
+               f"{found.scatter:.4f}" if found and found.count > 1 else "-"]
         if runs[0].bias:
             draw_errors(below, runs, "The gradient's error", legend=False)
             typical = [float(np.nanmedian(run.errors()[1])) for run in runs]
@@ -705,10 +711,12 @@ def compare(runner, name, title, paper, cases, arms, remark=""):
     said = [f"{base}: {how_many(every[base])}."]
     for arm in others:
         a, b = alone(every[arm], every[base]), alone(every[base], every[arm])
-        words = [words for _, pair, _, _, words in compared if pair == f"{arm} against {base}"]
+        pairs = [pair for of_case in made.values() if (pair := paired_losses(of_case[arm], of_case[base]))]
+        differing = [pair.mean for pair in pairs if is_seen(pair)]
         said.append(f"{arm}: {how_many(every[arm])}; beside {base} of the same case and seed it jumped alone {a} times, {base} alone {b}"
                     + (f" (p = {sig(sign_test(a, b), 2)}, as if pairs were independent)" if a + b else "")
-                    + f"; it ends higher in {words.count('worse')} of {len(words)} cases, lower in {words.count('better')}.")
+                    + f"; it ends higher in {sum(mean > 0 for mean in differing)} of {len(pairs)} cases, lower in "
+                    f"{sum(mean < 0 for mean in differing)}.")
     said.append("One interval in twenty leaves 0 out where nothing differs." + too_few(runner.scale["of_cases"]) + remark)
     write_report(runner, name, title, paper, " ".join(said),
                  [table(["median of final losses", *arms], [[case, *map(cell, of_case.values())] for case, of_case in made.items()]),

@@ -894,3 +894,19 @@ def test_plan_of_two_lengths(tmp_path):
     assert "A run of each of the 4 recipes, 20 steps, and one of 60 steps, takes" in said
     cells = next(line for line in said.splitlines() if line.startswith("| 0.5")).split("|")
     assert int(cells[3]) == 8 * int(cells[2])
+    assert "The growths of paired differences scatter by 0.0020 nats from seed to seed (as --scatter says)" in said
+
+
+def test_growth_that_is_known_is_that_of_its_page():
+    """Half an interval is `reach` times the scatter. A page's percents have three decimals."""
+    largest = {"4-bit": 0.0, "6-bit or 8-bit": 0.0}
+    for line in (ROOT / "dev/results/length/README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if found := re.match(r"\S+ % \[(\S+), (\S+)\]$", cells[5]) if len(cells) == 7 else None:
+            low, high = (math.log1p(float(percent) / 100) for percent in found.groups())
+            bits = "4-bit" if "fp4" in cells[0] else "6-bit or 8-bit"
+            largest[bits] = max(largest[bits], (high - low) / 2 / compare_recipes.reach(int(cells[2])))
+    for recipe, bits in (("mxfp8", "6-bit or 8-bit"), ("mxfp4", "4-bit")):
+        pairs = runner.chosen_pairs(recipe)[1]
+        scatter, source = compare_recipes.scatter_in_words(SimpleNamespace(scatter=None), {}, pairs, grown=True)
+        assert f"{scatter:.4f}" == f"{largest[bits]:.4f}" and bits in source and "from 500 steps to 1,500" in source

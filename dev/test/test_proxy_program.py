@@ -626,7 +626,7 @@ def test_what_is_told_of_a_run(tmp_path):
     def write(name, losses, first=0, reason="steps", **end):
         directory = tmp_path / name
         directory.mkdir()
-        lines = [{"event": "train", "step": first + i, "loss": loss} | ({"spike": True} if loss > 50 else {})
+        lines = [{"event": "train", "step": first + i, "loss": loss, "seconds": 0.1} | ({"spike": True} if loss > 50 else {})
                  for i, loss in enumerate(losses)]
         lines += [{"event": "gradient_bias", "step": first + 10 * i, "error_ratio": ratio, "cosine": 1 - ratio}
                   for i, ratio in enumerate((0.1, 0.2, 1.9, 0.2, 0.1, 0.2, 0.3, 0.7, 0.8, 0.7))]
@@ -636,6 +636,7 @@ def test_what_is_told_of_a_run(tmp_path):
     losses = np.concatenate([np.full(30, 0.2), np.linspace(0.2, 0.1, 70)])
     run = proxy_run.Run("a", write("a", losses, spikes=3), ["proxy"])
     assert run.spikes == 0 and run.diverged is None and run.final() == np.median(losses[-5:])
+    assert run.seconds == pytest.approx(10)
     assert run.worst_bias() == (1.9, 1 - 1.9)
     assert run.event() == 70  # not the outlier at 20: the median of five around it is 0.2
     up = np.concatenate([losses, np.full(40, 5.0), np.full(40, 0.1), [60.0], np.full(40, 5.0)])

@@ -294,7 +294,7 @@ def test_an_interval_that_the_search_cuts_off_shows_nothing():
     """Of forty fits to resampled runs one, or two, have E where the search ends."""
     inside, at_end = [()] * 39, ("E", "alpha")
     assert scaling_law.cut_off([*inside, at_end]) == () and scaling_law.cut_off([*inside[1:], at_end, ("E",)]) == ("E",)
-    d = scaling_law.Difference("mxfp8", "bf16", scaling_law.Points(*np.ones((3, 4))), {"a": 0.1}, {"a": 0.05}, {"a": 0.2}, ("E",))
+    d = scaling_law.Difference("mxfp8", "bf16", scaling_law.Points(*np.ones((3, 4))), (1.0,), {"a": 0.1}, {"a": 0.05}, {"a": 0.2}, ("E",))
     assert "says nothing: many fits to resampled runs ended where the search for E does" in scaling_law.in_words([], [d])[1]
 
 
@@ -326,12 +326,19 @@ def test_recipes_are_compared_in_pairs(shift, differ):
     assert len(d.points.loss) == 24 and remarks == []
     gap, gaps = d.gap(), [other[key][2] - base[key][2] for key in sorted(other)]
     assert gap.mean == pytest.approx(np.mean(gaps)) and (gap.high < 0) == differ  # a larger beta: lower losses
+    assert d.of_seeds == pytest.approx([np.mean(gaps)])
     words = scaling_law.in_words(fits, [d])
+    assert "Over the means of 1 seed, of" in words[0] and "a single difference has no interval" in words[0]
     assert len(words) == 2 and ("excludes 0: they differ" if differ else "includes 0: no difference") in words[1]
     assert ("better than bf16" if differ else "no difference from bf16") in words[0]
     (axes,) = scaling_law.draw_gaps([d]).axes
     drawn = sorted(y for line in axes.lines if line.get_marker() == "o" for y in line.get_ydata())
     assert drawn == pytest.approx(sorted(100 * np.expm1(gaps)))
+
+
+def test_a_seed_that_lost_a_run_has_no_mean():
+    means = scaling_law.means_of_seeds([1, 2, 3, 1, 2, 3, 1, 2], np.array([0.1, 0.2, 9, 0.3, 0.4, 9, 0.5, 0.9]))
+    assert means == pytest.approx((0.3, 0.5))
 
 
 def test_too_few_runs_in_common():
