@@ -810,15 +810,25 @@ static int dry_run(Plan *p) {
     return fits ? 0 : EXIT_BAD_INPUT;
 }
 
-// Returns a directory by the time of day, of rank 0's: others' clocks may be a second away.
-static const char *default_out_dir(Comm *comm) {
-    char date[32] = "";
+enum { DIRECTORY_BYTES = 48 };
+
+// Makes runs/DATE-TIME, or where a run of the same second has it runs/DATE-TIME-2 and so on.
+static void make_default_out_dir(char path[DIRECTORY_BYTES]) {
+    char date[24];
     time_t now = time(NULL);
     strftime(date, sizeof(date), "%Y%m%d-%H%M%S", localtime(&now));
-    char *dates = comm_gather(comm, date, sizeof(date));
-    const char *path = format_string("runs/%s", dates);
-    free(dates);
-    return path;
+    snprintf(path, DIRECTORY_BYTES, "runs/%s", date);
+    mkdir("runs", 0777);
+    for (int i = 2; mkdir(path, 0777) != 0 && errno == EEXIST; i++) {
+        snprintf(path, DIRECTORY_BYTES, "runs/%s-%d", date, i);
+    }
+}
+
+// Returns the directory that rank 0 makes: others' clocks may be a second away.
+static const char *default_out_dir(Comm *comm) {
+    char path[DIRECTORY_BYTES] = "";
+    if (comm->rank == 0) make_default_out_dir(path);
+    return comm_gather(comm, path, sizeof(path));
 }
 
 int main(int argc, char **argv) {

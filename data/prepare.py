@@ -288,7 +288,7 @@ def main(arguments):
     group.add_argument(
         "--dataset-config", metavar="NAME", help="the data set's configuration on the hub, if it has any"
     )
-    group.add_argument("--split", metavar="NAME", help="the data set's split (default: train)")
+    group.add_argument("--split", metavar="NAME", help="the data set's split (default: train; of a directory whose names tell none, all of it)")
     group.add_argument(
         "--text-field", metavar="NAME", help=f"the field or column with the text (default: {TEXT_FIELD})"
     )

@@ -112,7 +112,8 @@ def answers_of(task, scores):
 
 
 def chance_of(task):
-    return float(np.mean([1 / len(q.choices) for q in task.questions]))
+    """Returns what guessing would get, in the mean; None of a task without choices."""
+    return float(np.mean([1 / len(q.choices) for q in task.questions])) if task.is_choice else None
 
 
 def standard_error(values):

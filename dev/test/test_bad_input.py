@@ -146,6 +146,7 @@ ALONE = {
     "resume without a directory": (["--resume"], ["--resume", "--out-dir"]),
     "resume of nothing": (["--resume", "--out-dir", "{base}/new"], ["{base}/new", "--resume"]),
     "resume of a directory without a run": (["--resume", "--out-dir", "{base}/data"], ["{base}/data", "latest"]),
+    "resume of a checkpoint": (["--resume", "--out-dir", "{step}"], ["is a checkpoint: give --out-dir the run's directory"]),
     "resume with another model": (["--resume", "--out-dir", "{base}/run", "--channels", 128], ["--channels 128", "64"]),
     "resume with other data": (["--resume", "--out-dir", "{base}/run", "--train-data", "{base}/data/val_*.bin"],
                                ["3000", "20001", "--init-from"]),

@@ -2,10 +2,11 @@
 
 import json
 import re
+import subprocess
 from unittest.mock import ANY
 
 import pytest
-from trainer import LAYERS, MODEL, events, latest, losses, one_sentence, run, run_well
+from trainer import ENVIRONMENT, LAYERS, MODEL, SLOWNESS, events, latest, losses, one_sentence, run, run_well, words
 
 
 @pytest.mark.parametrize("words, suggestion", [
@@ -18,6 +19,17 @@ from trainer import LAYERS, MODEL, events, latest, losses, one_sentence, run, ru
 def test_words_that_are_nearly_right(words, suggestion):
     done = run(*words)
     assert done.returncode == 2 and suggestion in one_sentence(done.stderr)
+
+
+def test_runs_of_one_second_have_directories_of_their_own(data, tmp_path):
+    command = words([*data, *MODEL, "--max-steps", 1, "--checkpoint-every", 0])
+    runs = [subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(4)]
+    ends = [run.communicate(timeout=60 * SLOWNESS)[1] for run in runs]
+    assert ends == [""] * 4 and [run.returncode for run in runs] == [0] * 4
+    directories = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    print(directories)
+    assert len(directories) == 4 and all(re.fullmatch(r"\d{8}-\d{6}(-[234])?", name) for name in directories)
 
 
 def test_version():
@@ -183,6 +195,9 @@ def test_what_a_preset_decided_is_not_given(data, tmp_path):
     ('{"options": {"layers": 1}, "bogus": 3}', "'bogus' stands beside \"options\""),
     ('{"options": {"layers": 1}, "version": true}', "'version' stands beside \"options\""),
     ('{"event": "train", "options": {}}', "'event' stands beside \"options\""),
+    ('{"max-steps": 1, "dry-run": true}', "'dry-run' says what to do now, and isn't taken from a file: give --dry-run"),
+    ('{"options": {"max-steps": 1, "resume": true}}', "'resume' says what to do now"),
+    ('{"generate": "runs/mine"}', "'generate' says what to do now"),
     ("[1]", "it isn't an object"),
     ("{", "not valid JSON"),
     (None, "can't be read")])

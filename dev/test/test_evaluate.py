@@ -198,6 +198,7 @@ def test_two_runs(runs):
     values = np.array(answers[0]["accuracy"])
     mean, error = 100 * values.mean(), 100 * stats.sem(values)
     assert answers[0]["chance"] == 0.25 and len(values) == 25
+    assert answers[1]["chance"] is None  # nothing is chosen there
     row = next(line.split() for line in done.stdout.splitlines() if line.startswith("choose"))
     assert row[1:3] == ["25", "accuracy"] and row[4:7] == [f"{mean:.2f}", "±", f"{error:.2f}"]
     again = run_script(runs, *arguments[:-3], "--program", "false", "--", "--threads", 1)  # nothing is scored twice

@@ -172,6 +172,10 @@ static void test_sentences(void **state) {
     refuse("--recipe chartreuse", "--recipe has no choice 'chartreuse' (there are: red, green, blue)");
     refuse("--resume=maybe", "--resume takes no value but true or false, not 'maybe'");
     refuse("--no-resume=true", "--no-resume takes no value");
+    refuse("--resume a.bin", "unexpected argument 'a.bin': --resume takes no value");
+    refuse("--resume --layers 3 a.bin",
+           "unexpected argument 'a.bin': options begin with --, and a pattern such as 'data/train_*.bin' must be in "
+           "quotes");
     refuse("--no-layers", "unknown option --no-layers; did you mean --layers? (--help lists all)");
 }
 

@@ -5,12 +5,12 @@ What answers for the CUDA backend in a build without it: there is no GPU, and wh
 
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
     (void)mx_gemm;
-    error_set(error, "this program was built without CUDA; for a GPU, install the toolkit and run make");
+    error_set(error, "this program was built without CUDA; for a GPU run make where the CUDA toolkit is");
     return NULL;
 }
 
 bool backend_cuda_has_driver(void) { return false; }
 
 void backend_cuda_print_info(FILE *file) {
-    fprintf(file, "CUDA              not built in: trains on the CPU (install the toolkit, then run make)\n");
+    fprintf(file, "CUDA              not built in: trains on the CPU (for a GPU run make where the CUDA toolkit is)\n");
 }

@@ -624,8 +624,11 @@ bool checkpoint_any(const char *out_dir) {
 
 char *checkpoint_latest(const char *out_dir, Error *error) {
     char *path = format_string("%s/latest", out_dir), *name = NULL, *result = NULL;
+    char *state = format_string("%s/trainer_state.json", out_dir);
     size_t bytes;
-    if (!path_exists(path)) {
+    if (path_exists(state)) {
+        error_set(error, "%s is a checkpoint: give --out-dir the run's directory, which holds it", out_dir);
+    } else if (!path_exists(path)) {
         error_set(error,
                   checkpoint_any(out_dir)
                       ? "%s holds checkpoints, but no file 'latest', which names the one to go on with: write the name "
@@ -648,6 +651,7 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
         }
     }
     free(name);
+    free(state);
     free(path);
     return result;
 }

@@ -230,7 +230,13 @@ static char *similar_options(const Option *options, int count, const char *name)
     return similar;
 }
 
-static bool unknown_option(const Option *options, int count, const char *argument, size_t length, Error *error) {
+// Says why nothing has the name that begins an argument; `flag`: the one before it, NULL where that
+// is another kind of option's.
+static bool unknown_option(const Option *options, int count, const char *argument, size_t length, const Option *flag,
+                           Error *error) {
+    if (argument[0] != '-' && flag) {
+        return error_set(error, "unexpected argument '%s': --%s takes no value", argument, flag->name);
+    }
     if (argument[0] != '-') {
         return error_set(
             error,
@@ -259,13 +265,14 @@ static Option *match(Option *options, int count, const char *argument, size_t le
 }
 
 bool options_parse(Option *options, int count, int argc, char **argv, Error *error) {
+    const Option *flag = NULL;
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         size_t length = strcspn(argument, "=");
         const char *text = argument[length] ? argument + length + 1 : NULL;
         bool negated;
         Option *option = match(options, count, argument, length, &negated);
-        if (!option) return unknown_option(options, count, argument, length, error);
+        if (!option) return unknown_option(options, count, argument, length, flag, error);
         if (negated && text) return error_set(error, "%.*s takes no value", (int)length, argument);
         if (option->type == OPTION_FLAG && !text) text = negated ? "false" : "true";
         if (!text) {
@@ -278,6 +285,7 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
         }
         if (!option_set(option, text, error)) return false;
         option->was_set = option->was_typed = true;
+        flag = option->type == OPTION_FLAG ? option : NULL;
     }
     return true;
 }

@@ -151,7 +151,7 @@ static void print_steps(const Plan *p) {
         if (p->train.num_windows > 0) printf(", %.3g epochs", taken / (double)p->train.num_windows);
     } else if (p->line.settings.max_minutes > 0) {
         printf(
-            ", for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps or --max-tokens",
+            ", for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps, --max-tokens or --epochs",
             p->line.settings.max_minutes);
     }
     int64_t warmup = p->line.settings.schedule.warmup_steps;

@@ -311,7 +311,21 @@ static void settle_weights(CommandLine *line) {
     }
 }
 
-// Puts back what the command line told this run to do: a file's orders were for another run.
+// Refuses orders in a file that no run has written: which options count depends on them.
+static bool check_orders(const CommandLine *line, const JsonValue *object, Error *error) {
+    const Settings *s = &line->settings;
+    const void *const orders[] = {&s->resume,   &s->dry_run, &s->device_info, &s->version,
+                                  &s->generate, &s->score,   &s->requests,    &s->config};
+    for (int i = 0; i < COUNT(orders); i++) {
+        const char *name = options_find_value(line->options, line->num_options, orders[i])->name;
+        if (json_is_null(json_get(object, name))) continue;
+        return error_set(error, "'%s' says what to do now, and isn't taken from a file: give --%s on the command line",
+                         name, name);
+    }
+    return true;
+}
+
+// Puts back what the command line told this run to do: a run's orders were for that run.
 static void restore_orders(Settings *s, const Settings *given) {
     s->resume = given->resume;
     s->dry_run = given->dry_run;
@@ -420,6 +434,7 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     ok = ok && json_names_once(json, &detail);
     line->has_saved_options = object == inner && is_of_a_run(json);
     if (ok && object == inner && !line->has_saved_options) ok = check_beside(json, &detail);
+    if (ok && !line->has_saved_options) ok = check_orders(line, object, &detail);
     ok = ok && read_options(line, object, &detail);
     restore_orders(&line->settings, &given);
     if (ok) mark_given(line, object);
