@@ -132,6 +132,9 @@ void comm_check_same(Comm *comm, const char *what, const char *text);
 // Multiplies ranges (size) of one unit, which has `per_unit` of another, to be of that.
 void comm_scale(CommRange *ranges, int size, int64_t per_unit);
 
-// Cuts `count` elements into a range for each rank, as equal as multiples of `multiple` allow.
-// ranges (size).
+// Returns a rank's range of `count` elements that are cut as equally as multiples of `multiple`
+// allow.
+CommRange comm_part(int rank, int size, int64_t count, int64_t multiple);
+
+// Sets ranges (size) to all ranks'.
 void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple);

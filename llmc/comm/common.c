@@ -49,12 +49,16 @@ const char *comm_remedy(void) {
     return text;
 }
 
-void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple) {
+CommRange comm_part(int rank, int size, int64_t count, int64_t multiple) {
     int64_t units = (count + multiple - 1) / multiple;
+    int64_t first = min_int64(count, (units / size * rank + min_int64(rank, units % size)) * multiple);
+    int64_t end = min_int64(count, (units / size * (rank + 1) + min_int64(rank + 1, units % size)) * multiple);
+    return (CommRange){first, end - first};
+}
+
+void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple) {
     for (int rank = 0; rank < size; rank++) {
-        int64_t first = min_int64(count, (units / size * rank + min_int64(rank, units % size)) * multiple);
-        int64_t end = min_int64(count, (units / size * (rank + 1) + min_int64(rank + 1, units % size)) * multiple);
-        ranges[rank] = (CommRange){first, end - first};
+        ranges[rank] = comm_part(rank, size, count, multiple);
     }
 }
 

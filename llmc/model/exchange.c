@@ -28,10 +28,9 @@ static void choose_rows(const ParamList *list, Param *p, bool training) {
     p->first_row = 0;
     p->num_rows = p->rows;
     if (!p->is_sharded) return;
-    CommRange *ranges = row_ranges(list, p, 1);
-    p->first_row = ranges[comm->rank].offset;
-    p->num_rows = ranges[comm->rank].count;
-    free(ranges);
+    CommRange own = comm_part(comm->rank, comm->size, p->rows, shard_unit(list));
+    p->first_row = own.offset;
+    p->num_rows = own.count;
 }
 
 void exchange_choose_rows(ParamList *list, bool training) {
