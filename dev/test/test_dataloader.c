@@ -294,6 +294,9 @@ static void test_refused_files(void **state) {
     refuse("pipe.bin", "'@/pipe.bin' is not a regular file: name files that data/prepare.py made");
     write_bytes("short.bin", "hello", 5, false);
     refuse("short.bin", "'@/short.bin' is not a token file: it has 5 bytes, fewer than the header's 1024");
+    write_header("words.bin", 20240328, 2, 0);
+    refuse("words.bin",
+           "'@/words.bin' is a tokenizer, not a token file: name those alone, as in 'my-data/train_*.bin'");
     const char *foreign = "'@/foreign.bin' is not a token file: its first numbers are %d and %d, not 20240520 and 1 "
                           "(uint16 tokens) or 20240801 and 7 (uint32); data/prepare.py makes token files from text";
     const int headers[][2] = {{20240520, 7}, {20240801, 1}, {0, 0}, {-1, 1}};

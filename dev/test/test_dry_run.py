@@ -175,6 +175,16 @@ def test_sums_by_block_take_longer():
     assert seconds(summed) > seconds(decoded)
 
 
+def test_a_batch_that_fits_is_named():
+    options = ["--dry-run", "--device", "h100", "--model", "gpt2-1558M", "--max-steps", 1]
+    done = run(*options, "--batch-size", 3072)
+    batch, total = map(int, re.search(r"--batch-size (\d+) would fit \(--total-batch-size (\d+) keeps", one_sentence(done.stderr)).groups())
+    assert done.returncode == 2 and total == 3072 * 1024
+    run_well(*options, "--batch-size", batch, "--total-batch-size", total)
+    larger = next(b for b in range(batch + 1, 3073) if 3072 % b == 0)
+    assert "it doesn't fit" in run(*options, "--batch-size", larger, "--total-batch-size", total).stderr
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_largest_of_everything_is_planned_without_overflow(stage):
     text = plan("h100", 65536, "--link-bandwidth", 1e-3, "--layers", 1000, "--heads", 65536, "--channels", 65536,

@@ -12,7 +12,14 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "token files are mapped, and they are little-endian");
 
-enum { HEADER_BYTES = 1024, UINT16_MAGIC = 20240520, UINT16_VERSION = 1, UINT32_MAGIC = 20240801, UINT32_VERSION = 7 };
+enum {
+    HEADER_BYTES = 1024,
+    TOKENIZER_MAGIC = 20240328,
+    UINT16_MAGIC = 20240520,
+    UINT16_VERSION = 1,
+    UINT32_MAGIC = 20240801,
+    UINT32_VERSION = 7
+};
 static const int64_t MAX_TOKENS_CHECKED_AT_OPEN = 64 << 20;
 
 // Opening
@@ -64,6 +71,10 @@ static bool check_header(TokenShard *shard, Error *error) {
     const int32_t *header = shard->file;
     if (header[0] == UINT16_MAGIC && header[1] == UINT16_VERSION) shard->token_bytes = 2;
     if (header[0] == UINT32_MAGIC && header[1] == UINT32_VERSION) shard->token_bytes = 4;
+    if (header[0] == TOKENIZER_MAGIC) {
+        return error_set(error, "'%s' is a tokenizer, not a token file: name those alone, as in 'my-data/train_*.bin'",
+                         shard->path);
+    }
     if (shard->token_bytes == 0) {
         return error_set(error,
                          "'%s' is not a token file: its first numbers are %d and %d, not %d and %d (uint16 tokens) or "

@@ -49,13 +49,18 @@ double plan_available_bytes(const Plan *p) {
     return p->backend->available_memory() / (p->backend == backend_cpu() ? p->ranks_here : 1);
 }
 
-// Returns the largest micro-batch that fits into so many bytes and divides a step's; 0: none.
-static int64_t micro_batch_that_fits(const Plan *p, double available) {
+int64_t plan_micro_batch_that_fits(const Plan *p, double available) {
     size_t by_kind[NUM_MEMORY_KINDS];
-    for (int64_t B = p->B; B > 0; B--) {
-        if (p->B * p->accumulation % B == 0 && (double)plan_memory(by_kind, p, B) <= available) return B;
+    if ((double)plan_memory(by_kind, p, 1) > available) return 0;
+    int64_t B = 1, too_large = p->B + 1; // a larger micro-batch takes more
+    while (B + 1 < too_large) {
+        int64_t middle = (B + too_large) / 2;
+        *((double)plan_memory(by_kind, p, middle) <= available ? &B : &too_large) = middle;
     }
-    return 0;
+    while (p->B * p->accumulation % B != 0) {
+        B--;
+    }
+    return B;
 }
 
 static bool multiplies_bf16(const Plan *p) {
@@ -98,7 +103,7 @@ static void say_too_large(const Plan *p, double total, double available) {
     char needed[32], present[32];
     human_bytes(needed, total);
     human_bytes(present, available);
-    int64_t B = micro_batch_that_fits(p, available);
+    int64_t B = plan_micro_batch_that_fits(p, available);
     fprintf(stderr, "train_gpt_mxfp8: this run needs %s of memory and %s are free: ", needed, present);
     if (B > 0) {
         fprintf(stderr, "--batch-size %ld would fit (--total-batch-size %ld keeps the batch of a step)\n", B,

@@ -12,6 +12,10 @@ size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *plan, int64_t B
 // Returns the bytes of memory that a rank has.
 double plan_available_bytes(const Plan *plan);
 
+// Returns the largest micro-batch, of at most the plan's, that fits into so many bytes and divides
+// a step's; 0: none.
+int64_t plan_micro_batch_that_fits(const Plan *plan, double available);
+
 // Returns the bytes that a run takes of them beside plan_memory's `by_kind`, at times: on a CPU; on
 // a GPU they are the host's.
 double plan_staging_bytes(const Plan *plan, const size_t by_kind[NUM_MEMORY_KINDS]);

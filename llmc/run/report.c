@@ -263,9 +263,15 @@ bool report_dry_run(const Plan *p) {
     if (p->card || p->line.settings.world_size > 0) print_planned_step(p);
     if (spare >= 0 || p->comm->rank > 0) return spare >= 0;
     fflush(stdout); // before the sentence on stderr
-    fprintf(stderr,
-            "train_gpt_mxfp8: it doesn't fit, %s are missing: take a smaller model, --batch-size or --seq-len, or %s\n",
-            text,
+    fprintf(stderr, "train_gpt_mxfp8: it doesn't fit, %s are missing: ", text);
+    int64_t B = plan_micro_batch_that_fits(p, total + spare);
+    if (B > 0) {
+        fprintf(stderr, "--batch-size %ld would fit (--total-batch-size %ld keeps the batch of a step); or take", B,
+                plan_samples_per_step(p) * p->T);
+    } else {
+        fprintf(stderr, "take a smaller model, --batch-size or --seq-len, or");
+    }
+    fprintf(stderr, " %s\n",
             p->backend != backend_cpu() ? "more ranks"
             : p->ranks_here > 1         ? "fewer ranks on this machine"
                                         : "ranks on more machines");
