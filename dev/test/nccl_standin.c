@@ -1,11 +1,16 @@
 /*
 For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls,
 on the host's memory. Calls have ended when they return; within a group nothing happens before its
-end. One thread at a time may be inside; collectives beside compute must have the greatest priority.
-Sums are in rank order. From when NCCL_STANDIN is set to `connected`, an algorithm that hasn't been
-used before is refused. From when it is set to `hang`, collectives never end as far as events and
-streams tell, nor what is behind them on their stream; what would wait for them within the driver is
-refused. From when it is set to `no-memory` or `remote`, collectives fail.
+end. One thread at a time may be inside. Sums are in rank order.
+
+Collectives on another stream than cuda_stream, the main one, must have the greatest priority, and
+wait for the main stream again when that has waited for theirs. What they receive is held back, and
+0xFF, NaN, in its place, until the main stream waits for an event that is recorded after them.
+
+From when NCCL_STANDIN is set to `connected`, an algorithm that hasn't been used before is refused.
+From when it is set to `hang`, collectives never end as far as events and streams tell, nor what is
+behind them on their stream; what would wait for them within the driver is refused. From when it is
+set to `no-memory` or `remote`, collectives fail.
 */
 #include "llmc/base/library.h"
 #include "llmc/comm/internal.h"
@@ -13,6 +18,7 @@ refused. From when it is set to `no-memory` or `remote`, collectives fail.
 #include "llmc/cuda/cuda.h"
 
 #include <dlfcn.h>
+#include <limits.h>
 #include <mpi.h>
 #include <nccl.h>
 #include <stdatomic.h>
@@ -29,9 +35,11 @@ cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 typedef struct {
     bool is_stuck; // behind a collective that doesn't end
     int priority;
+    int has_seen; // the last turn of the main stream that it has waited for
 } Stream;
 
 static bool is_stuck; // a stream is
+static int turn = 1;  // of the main stream: it begins another one when it waits for another stream
 
 static Stream *stream_at(cudaStream_t stream) { return (Stream *)stream; }
 
@@ -40,6 +48,41 @@ static void stick(Stream *stream) { stream->is_stuck = is_stuck = true; }
 // Dies where the driver would wait for other ranks, while another thread's question may not return.
 static void wait_inside(bool waits) {
     if (waits) die("the driver waits for other ranks");
+}
+
+// What was received beside the main stream and isn't to be seen yet, the oldest first.
+typedef struct Held {
+    struct Held *next;
+    void *at;
+    size_t bytes;
+    char received[];
+} Held;
+
+static Held *first_held, **last_held = &first_held;
+static int num_held;            // in all
+static atomic_int num_released; // of these, the first ones; the watcher's questions read it
+
+static void hold(void *at, size_t bytes) {
+    Held *held = allocate(sizeof(*held) + bytes);
+    held->at = at;
+    held->bytes = bytes;
+    memcpy(held->received, at, bytes);
+    memset(at, 0xFF, bytes);
+    *last_held = held;
+    last_held = &held->next;
+    num_held++;
+}
+
+// Lets the first `count` that were held be seen.
+static void release(int count) {
+    while (num_released < count) {
+        Held *held = first_held;
+        memcpy(held->at, held->received, held->bytes);
+        first_held = held->next;
+        if (!first_held) last_held = &first_held;
+        free(held);
+        num_released++;
+    }
 }
 
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
@@ -66,6 +109,7 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
 }
 cudaError_t cudaFree(void *memory) {
     wait_inside(memory && is_stuck);
+    release(num_held);
     free(memory);
     return cudaSuccess;
 }
@@ -80,11 +124,13 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t 
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    return stream_at(stream)->is_stuck ? cudaErrorNotReady : cudaSuccess;
+    if (stream_at(stream)->is_stuck) return cudaErrorNotReady;
+    if (stream != cuda_stream()) release(num_held);
+    return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     wait_inside(stream_at(stream)->is_stuck);
-    return cudaSuccess;
+    return cudaStreamQuery(stream);
 }
 
 enum { GREATEST_PRIORITY = -5 };
@@ -107,10 +153,15 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// Recorded on a stream that is stuck it never ends.
+// It has ended when what was held before it has been released; recorded on a stream that is stuck,
+// never.
 typedef struct {
-    atomic_bool is_recorded, has_ended;
+    bool is_recorded;
+    cudaStream_t stream;
+    int turn; // of the main stream
+    atomic_int num_before;
 } Event;
+enum { NEVER = INT_MAX };
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     (void)flags;
@@ -118,23 +169,36 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    ((Event *)event)->has_ended = !stream_at(stream)->is_stuck;
-    ((Event *)event)->is_recorded = true;
+    Event *one = (Event *)event;
+    one->num_before = stream_at(stream)->is_stuck ? NEVER : stream == cuda_stream() ? 0 : num_held;
+    one->stream = stream;
+    one->turn = turn;
+    one->is_recorded = true;
     return cudaSuccess;
 }
 // What nobody recorded can't be waited for.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
     const Event *one = (const Event *)event;
-    if (!one->has_ended) stick(stream_at(stream));
-    return one->is_recorded ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    if (!one->is_recorded) return cudaErrorInvalidResourceHandle;
+    if (one->num_before == NEVER) {
+        stick(stream_at(stream));
+    } else if (stream == cuda_stream()) {
+        release(one->num_before);
+    }
+    if (one->stream == cuda_stream()) {
+        stream_at(stream)->has_seen = one->turn;
+    } else if (stream == cuda_stream()) {
+        turn++;
+    }
+    return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (is_unloaded) {
         fprintf(stderr, "CUDA is called when it has been unloaded\n");
         return cudaErrorCudartUnloading;
     }
-    return ((const Event *)event)->has_ended ? cudaSuccess : cudaErrorNotReady;
+    return ((const Event *)event)->num_before <= num_released ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     free(event);
@@ -230,6 +294,13 @@ static void connect_for(const Operation *o) {
     *one = true;
 }
 
+// Holds back what this rank has received.
+static void hold_received(const Operation *o) {
+    bool is_root = rank == o->peer;
+    if (o->kind == SEND || (o->kind == REDUCE && !is_root) || (o->kind == BROADCAST && is_root)) return;
+    hold(o->out, bytes_of(o) * (size_t)(o->kind == ALL_GATHER ? size : 1));
+}
+
 static ncclResult_t run(void) {
     MPI_Request requests[MAX_OPERATIONS];
     int num_requests = 0;
@@ -241,6 +312,9 @@ static ncclResult_t run(void) {
         if (is_set_to("hang")) stick(stream_at(operations[i].stream));
     }
     MPI_Waitall(num_requests, requests, MPI_STATUSES_IGNORE);
+    for (int i = 0; i < num_operations && !is_stuck; i++) {
+        if (operations[i].stream != cuda_stream()) hold_received(&operations[i]);
+    }
     num_operations = 0;
     leave();
     return ncclSuccess;
@@ -248,8 +322,10 @@ static ncclResult_t run(void) {
 
 static ncclResult_t add(Operation operation) {
     ncclGroupStart();
-    if (operation.stream != cuda_stream() && stream_at(operation.stream)->priority != GREATEST_PRIORITY) {
-        die("collectives beside compute have no priority");
+    if (operation.stream != cuda_stream()) {
+        const Stream *beside = stream_at(operation.stream);
+        if (beside->priority != GREATEST_PRIORITY) die("collectives beside compute have no priority");
+        if (beside->has_seen != turn) die("collectives beside compute don't wait for what was computed before them");
     }
     if (num_operations == MAX_OPERATIONS) die("more operations in a group than the stand-in takes");
     operations[num_operations++] = operation;
@@ -311,6 +387,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result) {
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     (void)comm;
+    release(num_held);
     return ncclSuccess;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
