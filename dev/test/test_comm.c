@@ -1,8 +1,8 @@
 /*
 Collectives against loops over what every rank is known to hold, and what becomes of ranks that
-hang, are killed, or differ. Under mpirun: the collectives, on that many ranks. Without: one
-process, the environment, the exchanges over TCP and by a file between forked processes, and
-programs that this one starts with mpirun (`test_comm hang` and the like).
+hang, are killed, or differ. Under mpirun: the collectives, and a model's steps over them, on that
+many ranks. Without: one process, the environment, the exchanges over TCP and by a file between
+forked processes, and programs that this one starts with mpirun (`test_comm hang` and the like).
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -23,6 +23,8 @@ programs that this one starts with mpirun (`test_comm hang` and the like).
 #include <unistd.h>
 #include "llmc/comm/internal.h"
 #include "llmc/base/random.h"
+#include "llmc/model/gpt.h"
+#include "llmc/model/optimizer.h"
 
 static Comm *comm; // of the tests under mpirun
 static char program[4096];
@@ -204,6 +206,45 @@ static void test_fork(void **state) {
     free(sums[1]);
 }
 
+enum { SEQUENCES = 2, TOKENS = 32, VOCABULARY = 256 };
+
+// Makes a model at stage 1 all of whose weights are gathered beside compute.
+static void make_model(GPT *model) {
+    GPTConfig config = {.layers = 3, .heads = 2, .channels = 64, .max_seq_len = TOKENS, .vocab_size = VOCABULARY};
+    Sharding sharding = {.comm = comm, .zero = 1, .gather = GATHER_MX, .reduce = FORMAT_FP32};
+    Recipe recipe;
+    Error error;
+    assert_true(recipe_named(&recipe, "mxfp8", &error));
+    recipe.quantize_lm_head = true;
+    gpt_create(model, config, &recipe, backend_cpu(), SEQUENCES, TOKENS, true, &sharding);
+    gpt_init(model, INIT_GPT2, 1);
+    gpt_refresh(model);
+}
+
+// Trains a model. Weights and gradients that haven't been waited for are NaN with NCCL's stand-in;
+// where they are used, so is the loss or the gradients' norm.
+static void test_steps(void **state) {
+    (void)state;
+    OptimizerOptions options = {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_clip = 1};
+    int32_t tokens[SEQUENCES * TOKENS];
+    for (int i = 0; i < SEQUENCES * TOKENS; i++) {
+        tokens[i] = (i * 37 + comm->rank) % VOCABULARY;
+    }
+    GPT model;
+    make_model(&model);
+    model.params.is_last_micro_batch = true;
+    for (options.step = 1; options.step <= 3; options.step++) {
+        gpt_clear_gradients(&model);
+        gpt_loss_and_gradients(&model, tokens, tokens, SEQUENCES, TOKENS, 1.0 / comm->size);
+        exchange_reduce(&model.params);
+        double loss = gpt_take_loss(&model), norm = optimizer_gradient_norm(&model.params, model.backend);
+        printf("    step %d: loss %.6f, norm of gradients %.6f\n", (int)options.step, loss, norm);
+        assert_true(isfinite(loss) && isfinite(norm));
+        optimizer_step(&model.params, model.backend, options, norm);
+    }
+    gpt_free(&model);
+}
+
 // A rank leaves a barrier only when the last has come: rank 0 comes 50 ms late. All ranks are on
 // one machine, which has one clock.
 static void test_barrier(void **state) {
@@ -278,7 +319,7 @@ static const struct CMUnitTest collectives[] = {
     cmocka_unit_test(say_description),     cmocka_unit_test(test_split),      cmocka_unit_test(test_all_reduce_sum),
     cmocka_unit_test(test_reduce_scatter), cmocka_unit_test(test_all_gather), cmocka_unit_test(test_doubles),
     cmocka_unit_test(test_barrier),        cmocka_unit_test(test_bytes_sent), cmocka_unit_test(test_fork),
-    cmocka_unit_test(test_check_same),
+    cmocka_unit_test(test_steps),          cmocka_unit_test(test_check_same),
 };
 
 // -------------------------------------------------------------------------------------------------
