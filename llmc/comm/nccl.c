@@ -414,19 +414,43 @@ static void grow_staging(NcclComm *nccl, int64_t bytes) {
     nccl->staging_bytes = bytes;
 }
 
-// Gathers by way of the GPU. The whole stretch is copied there and back, so that what lies between
-// ranges stays. Other ranks are waited for outside the driver: cuda/wait.h says why.
+// Sets pieces[rank] to the part of a range, from its byte `at` on, that has room in its place among
+// places of `bytes`.
+static void set_pieces(CommRange *pieces, const CommRange *ranges, int size, int64_t at, int64_t bytes) {
+    for (int rank = 0; rank < size; rank++) {
+        int64_t left = max_int64(0, ranges[rank].count - at);
+        pieces[rank] = (CommRange){rank * bytes, min_int64(left, bytes)};
+    }
+}
+
+// Gathers by way of the GPU, a piece of each range at a time: no plan counts this memory, and there
+// are many ranks. Other ranks are waited for outside the driver: cuda/wait.h says why.
 static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
-    int64_t bytes = 0;
+    int64_t longest = 0;
     for (int rank = 0; rank < comm->size; rank++) {
-        int64_t last = ranges[rank].offset + ranges[rank].count;
-        bytes = max_int64(bytes, last);
+        longest = max_int64(longest, ranges[rank].count);
     }
-    if (bytes > nccl->staging_bytes) grow_staging(nccl, bytes);
-    cuda_copy_to_device(nccl->staging, data, (size_t)bytes);
-    all_gather(comm, nccl->staging, ranges);
-    cuda_copy_to_host(data, nccl->staging, (size_t)bytes);
+    int64_t bytes = min_int64(longest, nccl->piece * (int64_t)sizeof(uint16_t)), all = comm->size * bytes;
+    if (all > nccl->staging_bytes) grow_staging(nccl, all);
+    char *gathered = allocate((size_t)all);
+    CommRange *pieces = allocate((size_t)comm->size * sizeof(*pieces));
+    for (int64_t at = 0; at < longest; at += bytes) {
+        set_pieces(pieces, ranges, comm->size, at, bytes);
+        CommRange mine = pieces[comm->rank];
+        if (mine.count > 0) {
+            const char *from = (const char *)data + ranges[comm->rank].offset + at;
+            cuda_copy_to_device(nccl->staging + mine.offset, from, (size_t)mine.count);
+        }
+        all_gather(comm, nccl->staging, pieces);
+        cuda_copy_to_host(gathered, nccl->staging, (size_t)all);
+        for (int rank = 0; rank < comm->size; rank++) {
+            char *to = (char *)data + ranges[rank].offset + at;
+            if (pieces[rank].count > 0) memcpy(to, gathered + pieces[rank].offset, (size_t)pieces[rank].count);
+        }
+    }
+    free(pieces);
+    free(gathered);
 }
 
 static void barrier(Comm *comm) { comm_any(comm, false); }
