@@ -232,7 +232,9 @@ void exchange_gather(const ParamList *list, const Backend *backend) {
     for (int64_t layer = -1; layer < layers; layer++) {
         gather_copies(list, AXIS_ROWWISE, layer);
     }
-    for (int64_t layer = layers; layer-- > -1;) {
+    // The backward pass begins with the head, which is of no layer.
+    gather_copies(list, AXIS_COLUMNWISE, -1);
+    for (int64_t layer = layers; layer-- > 0;) {
         gather_copies(list, AXIS_COLUMNWISE, layer);
     }
 }
