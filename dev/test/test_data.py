@@ -160,15 +160,17 @@ def test_max_tokens_leave_validation_files_whole(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--max-tokens", "--shard-tokens"])
-@pytest.mark.parametrize("wrong", ["0", "-1", "many", "1.5M", "10 M", "M", ""])
+@pytest.mark.parametrize("wrong", ["0", "-1", "many", "1.5", "10 M", "20m", "1.2345k", "0.1", "M", "1e9M", ""])
 def test_wrong_numbers_of_tokens_are_refused(tmp_path, option, wrong):
     book = write(tmp_path / "book.txt", STORY)
     assert bad_input(tmp_path, "--input", book, f"{option}={wrong}") == (
-        f"{option} {wrong}: give a number of tokens, such as 100M")
+        f"{option} {wrong}: give a number of tokens, such as 100M (k or K: thousand, M: million, G or B: billion)")
 
 
 def test_units_of_numbers_of_tokens(tmp_path):
-    assert [prepare.token_count("", text) for text in ("7", "7K", "7M", "7G")] == [7, 7000, 7 * 10**6, 7 * 10**9]
+    written = ("7", "7K", "7k", "7M", "7G", "7B", "7T", "1.5M", "1.000k", "2e3", "1.5E2")
+    assert [prepare.token_count("", text) for text in written] == [
+        7, 7000, 7000, 7 * 10**6, 7 * 10**9, 7 * 10**9, 7 * 10**12, 1_500_000, 1000, 2000, 150]
     book = write(tmp_path / "book.txt", "x" * 3000)
     out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", "1K", "--max-tokens", "2K")
     assert [len(read_shard(shard)[0]) for shard in sorted(out.glob("train_*.bin"))] == [1000, 1000]

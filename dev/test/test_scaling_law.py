@@ -214,7 +214,7 @@ def test_grid_stopped_and_continued(tmp_path):
         (["--out-dir", "out", "--models", "1x1x32,1x2x64", "--tokens", "1k,2k,3k"], "--models names 2 different ones"),
         (["--out-dir", "out", "--models", "1x1x32,1x2x64,1x2x64", "--tokens", "1k,2k,3k"], "--models names 2 different"),
         (["--out-dir", "out", "--models", "1x1,1x2x64,2x2x64", "--tokens", "1k,2k,3k"], "1x1 is not LAYERSxHEADSxCHANNELS"),
-        (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "1k,2k,3T"], "3T is not a number of tokens"),
+        (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "1k,2k,3m"], "3m is not a number of tokens"),
         (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "0,2k,3k"], "0 is not a number of tokens"),
         (["--tiny", "--out-dir", "out", "--bootstrap", "3"], "--bootstrap must be 20 or more"),
         (["--tiny", "--out-dir", "out", "--", "--max-steps", "3"], "--max-steps is set for each run"),
