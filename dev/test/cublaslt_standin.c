@@ -233,7 +233,8 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     StandinKernel *kernel = &standin.kernels[algorithm->data[0]];
     kernel->runs++;
     standin.time += kernel->time;
-    if (kernel->way == FAILS) return CUBLAS_STATUS_NOT_SUPPORTED;
+    standin.lost_gpu |= kernel->way == LOSES_GPU;
+    if (kernel->way == FAILS || kernel->way == LOSES_GPU) return CUBLAS_STATUS_EXECUTION_FAILED;
     if (kernel->way == IDLE) return CUBLAS_STATUS_SUCCESS;
     Operation o = read_operation(operation);
     Layout la = read_layout(a_layout), lb = read_layout(b_layout), ld = read_layout(d_layout);
@@ -376,7 +377,11 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return stream ? cudaErrorInvalidValue : cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    if (standin.lost_gpu) return cudaErrorLaunchFailure;
+    return stream ? cudaErrorInvalidValue : cudaSuccess;
+}
+
 cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "success" : "failure"; }
 

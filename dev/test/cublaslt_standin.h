@@ -15,8 +15,8 @@ typedef struct {
     // It rounds d to less than its dtype, always or where it adds to it; rounds the sums of both
     // halves of K to FP32; rounds sums to FP32 before it multiplies them by alpha and scales of
     // tensors other than 1; rounds products of values to BF16 before it adds to BF16; writes
-    // nothing; or fails.
-    enum { GOOD, COARSE, ADDS_COARSELY, SPLITS, SCALES_LAST, BIAS_LAST, IDLE, FAILS } way;
+    // nothing; fails; or fails and leaves a GPU that can't go on.
+    enum { GOOD, COARSE, ADDS_COARSELY, SPLITS, SCALES_LAST, BIAS_LAST, IDLE, FAILS, LOSES_GPU } way;
     int runs;
 } StandinKernel;
 
@@ -36,6 +36,7 @@ typedef struct {
     StandinKernel kernels[MAX_STANDIN_KERNELS]; // that heuristics propose, up to what is wanted
     int num_kernels;                            // 0: one
     float time;                                 // of all that ran, in milliseconds
+    bool lost_gpu;                              // by a kernel
     const float *factors;                       // alpha and beta that were last made on the device
     int heuristics_asked, native_runs, swizzles, arrangements, dequantizations, block_products, transposes, packs,
         allocations;

@@ -853,16 +853,17 @@ static void test_declined(void **state) {
     assert_int_equal(standin.heuristics_asked + standin.native_runs + standin.swizzles + standin.transposes, 0);
 }
 
-// So is one whose kernel fails when it is run: that is said once, and it isn't tried again.
+// So is one whose kernels fail when they are run: that is said once, and it isn't tried again.
 static void test_failing_kernel(void **state) {
     (void)state;
     char text[512];
     pretend(CAPABILITY_B200, AUTO);
     standin.native_status = CUBLAS_STATUS_EXECUTION_FAILED;
+    standin.num_kernels = 3; // all of which are tried
     standin.native_runs = standin.swizzles = 0;
     assert_int_equal(lines_of_gemm(64), 1);
     assert_true(standin.native_runs > 0);
-    assert_int_equal(standin.swizzles, 2 * standin.native_runs);
+    assert_int_equal(3 * standin.swizzles, 2 * standin.native_runs);
     standin.native_runs = standin.swizzles = 0;
     assert_int_equal(lines_of_gemm(64), 0);
     assert_int_equal(standin.native_runs + standin.swizzles, 0);
@@ -903,6 +904,70 @@ static int exit_code_of(void (*run)(Format b), Format b) {
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_true(WIFEXITED(status));
     return WEXITSTATUS(status);
+}
+
+// Multiplies into FP32, which is 1 before, by such kernels alone.
+static Tensor multiply_by(const StandinKernel *kernels, int count, Operand a, Operand b, bool accumulate) {
+    pretend(CAPABILITY_H100, AUTO);
+    memcpy(standin.kernels, kernels, (size_t)count * sizeof(*kernels));
+    standin.num_kernels = count;
+    Tensor d = padded_tensor(FP32, operand_rows(a), operand_rows(b), 0);
+    for (int64_t i = 0; i < d.rows * d.cols; i++) {
+        tensor_set(d, i / d.cols, i % d.cols, 1);
+    }
+    run_on_host(d, a, b, (GemmOptions){.transpose_b = true, .accumulate = accumulate});
+    return d;
+}
+
+// Kernels that fail when they are run, the first and another, are left for one that runs, tuned or
+// not, and aren't run again; where kernels are compared it is with the first that runs.
+static void test_failing_proposals(void **state) {
+    (void)state;
+    enum { SIDE = 64, KERNELS = 6 };
+    static const StandinKernel FAILING[KERNELS] = {{1, FAILS, 0},    {5, SPLITS, 0}, {1, GOOD, 0},
+                                                   {0.5f, FAILS, 0}, {3, SPLITS, 0}, {2, COARSE, 0}};
+    Operand operands[][2] = {
+        {operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0)), operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0))},
+        {operand_tensor(padded_tensor(FP32, SIDE, SIDE, 0)), operand_tensor(padded_tensor(FP32, SIDE, SIDE, 0))},
+        {make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORM_PLAIN).operand,
+         make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORM_PLAIN).operand}};
+    for (int i = 0; i < 4 * COUNT(operands); i++) {
+        Operand a = operands[i / 4][0], b = operands[i / 4][1];
+        bool is_tuned = i % 4 / 2, accumulate = i % 2; // what accumulates first isn't tuned
+        Tensor expected = multiply_by(&FAILING[1], 1, a, b, accumulate);
+        cuda_gemm_tuned_flops = is_tuned ? 0 : 1e10;
+        check_same_tensor(multiply_by(FAILING, KERNELS, a, b, accumulate), expected);
+        StandinKernel before[KERNELS];
+        memcpy(before, standin.kernels, sizeof(before));
+        run_on_host(expected, a, b, (GemmOptions){.transpose_b = true, .accumulate = accumulate});
+        for (int k = 0; k < KERNELS; k++) {
+            assert_int_equal(standin.kernels[k].runs - before[k].runs, k == (is_tuned && !accumulate ? 4 : 1));
+        }
+        cuda_gemm_tuned_flops = 1e10;
+    }
+    pool_release();
+}
+
+static void multiply_by_failing_kernels(Format format) {
+    Operand x = operand_tensor(padded_tensor(format, 64, 64, 0));
+    multiply_by((StandinKernel[]){{1, FAILS, 0}, {1, FAILS, 0}}, 2, x, x, false);
+}
+
+static void multiply_after_losing_the_gpu(Format format) {
+    Operand x = operand_tensor(padded_tensor(format, 64, 64, 0));
+    multiply_by((StandinKernel[]){{1, LOSES_GPU, 0}, {1, GOOD, 0}}, 2, x, x, false);
+}
+
+// A GEMM of values ends the program where all kernels fail, and where one leaves a GPU that can't
+// go on.
+static void test_no_kernel_runs(void **state) {
+    (void)state;
+    for (int is_tuned = 0; is_tuned < 2; is_tuned++) {
+        cuda_gemm_tuned_flops = is_tuned ? 0 : 1e10;
+        assert_int_equal(exit_code_of(multiply_by_failing_kernels, BF16), EXIT_BAD_INPUT);
+        assert_int_equal(exit_code_of(multiply_after_losing_the_gpu, BF16), EXIT_BAD_INPUT);
+    }
+    cuda_gemm_tuned_flops = 1e10;
 }
 
 // GEMMs of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself, are
@@ -1415,6 +1480,8 @@ int main(void) {
         cmocka_unit_test(test_decoded_as_they_lie),
         cmocka_unit_test(test_declined),
         cmocka_unit_test(test_failing_kernel),
+        cmocka_unit_test(test_failing_proposals),
+        cmocka_unit_test(test_no_kernel_runs),
         cmocka_unit_test(test_declined_bias),
         cmocka_unit_test(test_declined_blocks),
         cmocka_unit_test(test_sums_by_block),

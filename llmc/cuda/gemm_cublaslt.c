@@ -1,6 +1,7 @@
 #include "gemm_cublaslt.h"
 #include "llmc/base/library.h"
 #include "llmc/base/random.h"
+#include "wait.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -147,8 +148,8 @@ typedef struct {
     GemmDescriptors descriptors;
     cublasLtMatmulAlgo_t kernels[MAX_KERNELS]; // that heuristics propose, the best guess first
     int num_kernels;
-    int kernel;    // the one that is taken
-    bool is_tuned; // or needn't be
+    int writer, adder; // those that are taken to write d and to add to it
+    bool is_tuned;     // or needn't be
 } TableEntry;
 
 double cuda_gemm_tuned_flops = 1e10;
@@ -190,11 +191,11 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
     GemmDescriptors *d = &entry->descriptors;
     cublasLtMatmulHeuristicResult_t results[MAX_KERNELS];
     double flops = 2.0 * (double)call->m * (double)call->n * (double)call->k;
-    // Of native FP4, whose sums may be exact too, the first kernel is taken.
+    // Of native FP4, whose sums may be exact too, the first kernel that runs is taken.
     entry->is_tuned = flops < cuda_gemm_tuned_flops || call->a_type == CUDA_E2M1_TYPE;
-    int count = 0, wanted = entry->is_tuned ? 1 : MAX_KERNELS;
+    int count = 0;
     cublasStatus_t status = LT(MatmulAlgoGetHeuristic)(handle, d->operation, d->a, d->b, d->d, d->d, d->preference,
-                                                       wanted, results, &count);
+                                                       MAX_KERNELS, results, &count);
     for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < count; i++) {
         if (results[i].state == CUBLAS_STATUS_SUCCESS) entry->kernels[entry->num_kernels++] = results[i].algo;
     }
@@ -213,8 +214,8 @@ static TableEntry *get_entry(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias
     return entry;
 }
 
-// A kernel that heuristics promised and that fails all the same isn't tried again. Returns what the
-// first one failed with, for all of them.
+// A call all of whose kernels, which heuristics promised, fail isn't tried again. Returns what the
+// first such call failed with, for all of them.
 static const char *say_failed(cublasStatus_t status) {
     static char text[128];
     if (!text[0]) snprintf(text, sizeof(text), "cublasLtMatmul failed with %s", LT(GetStatusString)(status));
@@ -258,6 +259,25 @@ static cublasStatus_t run(const Product *p, int kernel) {
     const GemmDescriptors *t = &p->entry->descriptors;
     return LT(Matmul)(handle, t->operation, p->alpha, p->a.data, t->a, p->b.data, t->b, p->beta, p->d.data, t->d,
                       p->d.data, t->d, &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
+}
+
+// Forgets that a kernel failed, so that it isn't taken for a later launch's failure. Dies where the
+// GPU can't go on.
+static void forget_failure(void) {
+    cudaGetLastError();
+    cuda_has_ended(cudaStreamQuery(cuda_stream()), "multiplying matrices");
+}
+
+// Runs one of an entry's kernels: the one that is taken, or, where it fails, the next that doesn't,
+// which is taken from then on. Returns the last one's status.
+static cublasStatus_t run_taken(const Product *p, int *taken) {
+    cublasStatus_t status = run(p, *taken);
+    for (int failed = 1; status != CUBLAS_STATUS_SUCCESS && failed < p->entry->num_kernels; failed++) {
+        forget_failure();
+        *taken = (*taken + 1) % p->entry->num_kernels;
+        status = run(p, *taken);
+    }
+    return status;
 }
 
 // Returns a copy on the device, to be freed with cudaFree.
@@ -365,10 +385,10 @@ static void scramble(const Product *p) {
     }
 }
 
-// Keeps, of an entry's kernels, the first and those that write the same d and add the same to FP32.
-// Where nothing in the product is finite but zeros every kernel does, whatever its order of sums,
-// and the first alone is kept.
-static void keep_same(Product *p) {
+// Keeps, of an entry's kernels, the first that runs and those that write the same d and add the
+// same to FP32. Where nothing in the product is finite but zeros every kernel does, whatever its
+// order of sums, and the first alone is kept. Returns how many are kept; 0: all fail, and stay.
+static int keep_same(Product *p) {
     TableEntry *entry = p->entry;
     int kept = 0;
     scramble(p);
@@ -377,17 +397,17 @@ static void keep_same(Product *p) {
     for (int i = 0; i < entry->num_kernels; i++) {
         Digests digests = {0};
         if (!digest_kernel(p, i, substitutes, &digests)) {
-            cudaGetLastError(); // so that it isn't taken for a later launch's
-            if (i == 0) break;
+            forget_failure();
             continue;
         }
-        if (i == 0) first = digests;
+        if (kept == 0) first = digests;
         bool is_same = memcmp(&digests, &first, sizeof(first)) == 0 && digests.product != 0;
-        if (i == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
+        if (kept == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
-    entry->num_kernels = kept > 0 ? kept : 1;
+    if (kept > 0) entry->num_kernels = kept;
     take_back(p, substitutes);
     scramble(p);
+    return kept;
 }
 
 // Returns the milliseconds of a run, of some in a row.
@@ -404,8 +424,8 @@ static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEv
     return milliseconds / RUNS;
 }
 
-// Chooses an entry's kernel: the fastest of those that give the same d, each timed in turn, if it
-// is by more than what times vary.
+// Chooses an entry's kernels: the fastest of those that give the same d, each timed in turn, if it
+// is by more than what times vary. To BF16, which those may add to otherwise, the first adds.
 static void tune(Product *p) {
     enum { ROUNDS = 3 };
     const float CLEARLY = 0.98f;
@@ -413,9 +433,10 @@ static void tune(Product *p) {
     float best[MAX_KERNELS];
     cudaEvent_t start, end;
     entry->is_tuned = true;
-    keep_same(p);
+    int kept = keep_same(p);
+    entry->writer = entry->adder = 0;
     set_scalars(p, false);
-    if (entry->num_kernels == 1) return;
+    if (kept < 2) return;
     cuda_check(cudaEventCreate(&start), "timing a GEMM");
     cuda_check(cudaEventCreate(&end), "timing a GEMM");
     for (int round = 0; round < ROUNDS; round++) {
@@ -425,9 +446,10 @@ static void tune(Product *p) {
         }
     }
     for (int i = 1; i < entry->num_kernels; i++) {
-        float limit = entry->kernel == 0 ? CLEARLY * best[0] : best[entry->kernel];
-        if (best[i] < limit) entry->kernel = i;
+        float limit = entry->writer == 0 ? CLEARLY * best[0] : best[entry->writer];
+        if (best[i] < limit) entry->writer = i;
     }
+    if (p->d.dtype == FORMAT_FP32) entry->adder = entry->writer;
     cuda_check(cudaEventDestroy(start), "timing a GEMM");
     cuda_check(cudaEventDestroy(end), "timing a GEMM");
 }
@@ -440,12 +462,10 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     Product product = {.entry = entry, .d = d, .a = b, .b = a, .bias = bias, .workspace = workspace};
     if (!entry->is_tuned && !options.accumulate) tune(&product);
     set_scalars(&product, options.accumulate);
-    // Kernels that write the same BF16 may add to it otherwise.
-    bool is_compared = !options.accumulate || d.dtype == FORMAT_FP32;
-    cublasStatus_t status = run(&product, is_compared ? entry->kernel : 0);
+    cublasStatus_t status = run_taken(&product, options.accumulate ? &entry->adder : &entry->writer);
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
     if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
-    cudaGetLastError(); // so that it isn't taken for a later launch's
+    forget_failure();
     return entry->declined = say_failed(status);
 }
 

@@ -84,20 +84,21 @@ enum { CUDA_GEMM_TABLE_SIZE = 256 }; // of calls that are kept
 // Calls of fewer floating-point operations aren't tuned: 15 us of an H100, unless a test says less.
 extern double cuda_gemm_tuned_flops;
 
-// Asks cuBLASLt's heuristics for a kernel, once for each call; looks at no data. Returns NULL, or
+// Asks cuBLASLt's heuristics for kernels, once for each call; looks at no data. Returns NULL, or
 // why cuBLASLt doesn't multiply it, one of few constants.
 const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
 
 // Multiplies, with CUDA_CUBLASLT_BYTES of workspace, and where a matrix has a factor or a prescale
-// CUDA_GEMM_FACTOR_BYTES behind them. Returns as cuda_gemm_declined; unless NULL, d is as it was,
-// and the call isn't tried again. Dies where a GEMM that isn't native fails for another reason than
-// that cuBLASLt doesn't support it. The first time that a call of cuda_gemm_tuned_flops or more
-// writes d (accumulates nothing), all kernels that heuristics propose are timed, and the fastest is
-// taken of those whose d has the same bits as the first one's, in FP32 also when they add to it, in
-// a product of scrambled matrices where these are in BF16 or FP8, with another bias and other
-// scales of tensors: which it is depends on the card and the moment, and no result does. To BF16
-// the first adds. A and b are changed and changed back: nothing else may read them meanwhile. Of
-// native FP4 the first is taken.
+// CUDA_GEMM_FACTOR_BYTES behind them. A kernel that heuristics propose and that fails all the same
+// is left for the next one. Returns as cuda_gemm_declined; unless NULL, all failed, a d that is
+// added to is as it was, and the call isn't tried again. Dies where all kernels of a GEMM that
+// isn't native fail, the last for another reason than that cuBLASLt doesn't support it. The first
+// time that a call of cuda_gemm_tuned_flops or more writes d (accumulates nothing), all kernels
+// that heuristics propose are timed, and the fastest is taken of those whose d has the same bits as
+// that of the first that runs, in FP32 also when they add to it, in a product of scrambled matrices
+// where these are in BF16 or FP8, with another bias and other scales of tensors: which it is
+// depends on the card and the moment, and no result does. To BF16 the first adds. A and b are
+// changed and changed back: nothing else may read them meanwhile. Of native FP4 the first is taken.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 
