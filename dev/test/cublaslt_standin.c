@@ -325,6 +325,7 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
 }
 
 cudaError_t cudaFree(void *memory) {
+    standin.frees += memory != NULL;
     free(memory);
     return cudaSuccess;
 }

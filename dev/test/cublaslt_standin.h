@@ -39,7 +39,7 @@ typedef struct {
     bool lost_gpu;                              // by a kernel
     const float *factors;                       // alpha and beta that were last made on the device
     int heuristics_asked, native_runs, swizzles, arrangements, dequantizations, block_products, transposes, packs,
-        allocations;
+        allocations, frees;
 } Standin;
 
 extern Standin standin;

@@ -1119,7 +1119,8 @@ static bool is_taken(int way, Tensor d, Operand a, Operand b, const float *bias)
     Tensor first = copy_tensor(d);
     int runs = standin.kernels[1].runs;
     run_on_host(d, a, b, options);
-    check_same_tensor(first, d); // what took the bias's place and the scales' is gone
+    check_same_tensor(first, d);        // what took the bias's place and the scales' is gone
+    assert_int_equal(standin.frees, 0); // which would wait for other ranks
     return standin.kernels[1].runs > runs;
 }
 
@@ -1128,7 +1129,7 @@ static bool is_taken(int way, Tensor d, Operand a, Operand b, const float *bias)
 static void test_tuning_on_a_first_steps_data(void **state) {
     (void)state;
     enum { SIDE = 64 };
-    static const float ZEROS[SIDE], BIAS[SIDE] = {1, -2};
+    static const float ZEROS[SIDE], BIAS[SIDE] = {1, -2}, LONG_BIAS[(1 << 17) + 8];
     Operand a = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0)),
             b = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0));
     Tensor into_bf16 = padded_tensor(BF16, SIDE, SIDE, 0), into_fp32 = padded_tensor(FP32, SIDE, SIDE, 0);
@@ -1149,6 +1150,11 @@ static void test_tuning_on_a_first_steps_data(void **state) {
         assert_true(is_taken(GOOD, into_fp32, x, w, NULL));
         assert_false(is_taken(SCALES_LAST, into_fp32, x, w, NULL));
         assert_int_equal(standin.native_runs > 0, FORMS[i] == FORM_PLAIN);
+    }
+    // A bias as long as what takes its place, and a longer one: there the first kernel is taken.
+    for (int64_t cols = 1 << 17; cols <= (1 << 17) + 8; cols += 8) {
+        Operand x = operand_tensor(padded_tensor(BF16, 8, 8, 0)), w = operand_tensor(padded_tensor(BF16, cols, 8, 0));
+        assert_int_equal(is_taken(GOOD, padded_tensor(BF16, 8, cols, 0), x, w, LONG_BIAS), cols == 1 << 17);
     }
     memset(a.tensor.data, 0xFF, tensor_bytes(a.tensor));
     assert_false(is_taken(COARSE, into_fp32, a, b, NULL));

@@ -20,7 +20,7 @@ int main(void) {
 #else
 
 #include "by_name.h"
-#include "llmc/model/gpt.h"
+#include "llmc/model/not_finite.h"
 #include "llmc/model/optimizer.h"
 #include "llmc/base/util.h" // allocate
 
@@ -133,6 +133,24 @@ static void test_nothing_is_made_after_the_first_step(void **state) {
     check_steady("mxfp8-e5m2-gradients", NULL);
 }
 
+// Nor does the search for what isn't finite take memory of the device.
+static void test_search_allocates_nothing(void **state) {
+    (void)state;
+    Recipe recipe = recipe_of("mxfp8");
+    GPT model;
+    gpt_create(&model, CONFIG, &recipe, backend_cpu(), 2, 96, true, NULL);
+    gpt_init(&model, INIT_GPT2, 1);
+    gpt_refresh(&model);
+    Backend without_memory = *model.backend;
+    without_memory.allocate = NULL;
+    without_memory.release = NULL;
+    model.backend = &without_memory;
+    int32_t tokens[2 * 96] = {0};
+    assert_false(not_finite_find(&model, tokens, tokens, 2, 96, 1).found);
+    model.backend = backend_cpu();
+    gpt_free(&model);
+}
+
 // That the counters count: an allocation here is one of ours.
 static void test_counters(void **state) {
     (void)state;
@@ -149,6 +167,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_counters),
         cmocka_unit_test(test_nothing_is_made_after_the_first_step),
+        cmocka_unit_test(test_search_allocates_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

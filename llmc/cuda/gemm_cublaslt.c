@@ -139,7 +139,7 @@ void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, cons
 
 // Calls made: descriptors and heuristics once for each
 
-enum { TABLE_PROBES = 8, MAX_KERNELS = 8 };
+enum { TABLE_PROBES = 8, MAX_KERNELS = 8, MAX_TUNED_BIAS = 1 << 17 };
 
 typedef struct {
     bool used;
@@ -181,6 +181,14 @@ static TableEntry *find_entry(const GemmCall *call) {
     return unused ? unused : &table[first % CUDA_GEMM_TABLE_SIZE];
 }
 
+// Returns whether a call's kernels are to be compared: not those of native FP4, whose sums may be
+// exact too, nor of a bias longer than what takes its place.
+static bool is_to_be_tuned(const GemmCall *call) {
+    double flops = 2.0 * (double)call->m * (double)call->n * (double)call->k;
+    bool is_comparable = call->a_type != CUDA_E2M1_TYPE && (call->bias_type < 0 || call->m <= MAX_TUNED_BIAS);
+    return is_comparable && flops >= cuda_gemm_tuned_flops;
+}
+
 static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_scales, const void *b_scales,
                        const void *bias) {
     if (entry->used) cuda_gemm_descriptors_destroy(&entry->descriptors);
@@ -190,9 +198,7 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
 
     GemmDescriptors *d = &entry->descriptors;
     cublasLtMatmulHeuristicResult_t results[MAX_KERNELS];
-    double flops = 2.0 * (double)call->m * (double)call->n * (double)call->k;
-    // Of native FP4, whose sums may be exact too, the first kernel that runs is taken.
-    entry->is_tuned = flops < cuda_gemm_tuned_flops || call->a_type == CUDA_E2M1_TYPE;
+    entry->is_tuned = !is_to_be_tuned(call);
     int count = 0;
     cublasStatus_t status = LT(MatmulAlgoGetHeuristic)(handle, d->operation, d->a, d->b, d->d, d->d, d->preference,
                                                        MAX_KERNELS, results, &count);
@@ -240,6 +246,16 @@ typedef struct {
 
 static const float UNLIKE_1 = 0.7f; // nor a power of two
 
+// What takes the place of a bias and of tensors' scales while kernels are compared. In a run's
+// first step biases are 0, and delayed scales and so alpha 1: kernels that add or multiply by these
+// before they round or after have the same bits then. Each is as aligned as kernels may ask for.
+typedef struct {
+    float zeros[MAX_TUNED_BIAS]; // of any dtype
+    float fp32[MAX_TUNED_BIAS];  // normal values
+    uint16_t bf16[MAX_TUNED_BIAS];
+    float scale;
+} Substitutes;
+
 // Sets alpha and beta for the runs that follow.
 static void set_scalars(Product *p, bool accumulate) {
     p->host[0] = 1;
@@ -280,54 +296,32 @@ static cublasStatus_t run_taken(const Product *p, int *taken) {
     return status;
 }
 
-// Returns a copy on the device, to be freed with cudaFree.
-static void *copy_to_device(const void *values, size_t bytes) {
-    void *device;
-    cuda_check(cudaMalloc(&device, bytes), "allocating memory of the GPU");
-    cuda_copy_to_device(device, values, bytes);
+// Returns the substitutes, on the device.
+static const Substitutes *get_substitutes(void) {
+    static Substitutes *device; // made by the first call, and kept: freeing it would wait for other ranks
+    if (device) return device;
+    Substitutes *host = allocate(sizeof(*host));
+    host->scale = UNLIKE_1;
+    for (int i = 0; i < MAX_TUNED_BIAS; i++) {
+        host->fp32[i] = random_normal(0, 0, (uint64_t)i);
+        host->bf16[i] = mx_to_bf16(host->fp32[i]);
+    }
+    cuda_check(cudaMalloc((void **)&device, sizeof(*device)), "allocating memory of the GPU");
+    cuda_copy_to_device(device, host, sizeof(*host));
+    free(host);
     return device;
 }
 
-// Returns a bias of zeros or of normal values on the device, to be freed with cudaFree.
-static void *make_bias(int64_t count, cudaDataType_t type, bool is_normal) {
-    bool is_fp32 = type == CUDA_R_32F;
-    float *values = allocate((size_t)count * sizeof(float));
-    for (int64_t i = 0; i < count && is_normal; i++) {
-        float value = random_normal(0, 0, (uint64_t)i);
-        if (is_fp32) values[i] = value;
-        if (!is_fp32) ((uint16_t *)values)[i] = mx_to_bf16(value);
-    }
-    void *bias = copy_to_device(values, (size_t)count * (is_fp32 ? sizeof(float) : sizeof(uint16_t)));
-    free(values);
-    return bias;
-}
-
-// What takes the place of a bias and of tensors' scales, on the device, while kernels are compared.
-// In a run's first step biases are 0, and delayed scales and so alpha 1: kernels that add or
-// multiply by these before they round or after have the same bits then.
-typedef struct {
-    void *zeros, *bias;
-    float *scale;
-} Substitutes;
-
-static Substitutes substitute(Product *p) {
-    Substitutes s = {0};
+static void set_substitutes(Product *p, const Substitutes *s) {
+    bool has_scales = p->a.scales && p->a.scales_of == SCALES_OF_TENSOR;
+    const float *scale = has_scales ? &s->scale : NULL;
     p->has_substitutes = true;
-    if (p->bias.data) {
-        s.zeros = make_bias(p->d.cols, p->bias.type, false);
-        s.bias = make_bias(p->d.cols, p->bias.type, true);
-    }
-    if (p->a.scales && p->a.scales_of == SCALES_OF_TENSOR) s.scale = copy_to_device(&UNLIKE_1, sizeof(UNLIKE_1));
-    cuda_gemm_set_pointers(&p->entry->descriptors, s.scale, s.scale, NULL);
-    return s;
+    cuda_gemm_set_pointers(&p->entry->descriptors, scale, scale, NULL);
 }
 
-static void take_back(Product *p, Substitutes s) {
+static void take_back_substitutes(Product *p) {
     p->has_substitutes = false;
     cuda_gemm_set_pointers(&p->entry->descriptors, p->a.scales, p->b.scales, p->bias.data);
-    cuda_check(cudaFree(s.zeros), "freeing memory of the GPU");
-    cuda_check(cudaFree(s.bias), "freeing memory of the GPU");
-    cuda_check(cudaFree(s.scale), "freeing memory of the GPU");
 }
 
 // What a kernel wrote.
@@ -354,9 +348,11 @@ static bool digest_product(Product *p, int kernel, const void *bias, uint64_t *d
 // a larger one would hide the product's last bits; the product and the bias; and, where d is FP32,
 // what it makes of d when it adds to it twice: a sum of three needs more bits than d has, and so
 // shows where it is rounded. Returns false where the kernel fails.
-static bool digest_kernel(Product *p, int kernel, Substitutes s, Digests *digests) {
-    if (s.bias && !digest_product(p, kernel, s.bias, &digests->biased)) return false;
-    if (!digest_product(p, kernel, s.zeros, &digests->product)) return false;
+static bool digest_kernel(Product *p, int kernel, const Substitutes *s, Digests *digests) {
+    bool has_bias = p->bias.data != NULL;
+    const void *bias = p->bias.type == CUDA_R_32F ? (const void *)s->fp32 : s->bf16;
+    if (has_bias && !digest_product(p, kernel, bias, &digests->biased)) return false;
+    if (!digest_product(p, kernel, has_bias ? s->zeros : NULL, &digests->product)) return false;
     if (p->d.dtype != FORMAT_FP32) return true;
     set_scalars(p, true);
     for (int i = 0; i < 2; i++) {
@@ -392,7 +388,8 @@ static int keep_same(Product *p) {
     TableEntry *entry = p->entry;
     int kept = 0;
     scramble(p);
-    Substitutes substitutes = substitute(p);
+    const Substitutes *substitutes = get_substitutes();
+    set_substitutes(p, substitutes);
     Digests first = {0};
     for (int i = 0; i < entry->num_kernels; i++) {
         Digests digests = {0};
@@ -405,7 +402,7 @@ static int keep_same(Product *p) {
         if (kept == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
     if (kept > 0) entry->num_kernels = kept;
-    take_back(p, substitutes);
+    take_back_substitutes(p);
     scramble(p);
     return kept;
 }

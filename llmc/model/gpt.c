@@ -51,6 +51,7 @@ static void layout_batches(GPT *m, MemoryPlan *plan) {
         m->batches[i] = memory_take(plan, MEMORY_SCRATCH, (size_t)(of_a_token * rows) * sizeof(int32_t));
     }
     m->losses = take_floats(plan, MEMORY_SCRATCH, MAX_PENDING_LOSSES * rows);
+    m->amax = memory_take(plan, MEMORY_SCRATCH, sizeof(*m->amax));
 }
 
 // Places the cosines and sines of rotary positions, which all blocks read.

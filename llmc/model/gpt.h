@@ -37,6 +37,7 @@ typedef struct {
     float *losses;       // (MAX_PENDING_LOSSES, B*T) of the micro-batches that are not in loss_sum yet
     int pending_losses;
     int64_t pending_rows[MAX_PENDING_LOSSES];
+    uint32_t *amax;    // not_finite_find's, of one tensor at a time
     float *rotations;  // (T, HS) of rotary positions, as the backend's rope takes them; else NULL
     double loss_sum;   // of the mean losses that gpt_take_loss returns
     Tensor logits;     // (head_rows, V, or Vp where the backend's GEMMs want that), rows Vp apart, FP32
