@@ -30,7 +30,9 @@ if [ ! -e "$cmocka/usr/lib/aarch64-linux-gnu/libcmocka.so" ]; then
 fi
 library=$cmocka/usr/lib/aarch64-linux-gnu
 
-make --no-print-directory BUILD="$build" CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 MPI=0 CUDA=0 LDFLAGS="-L$library" \
+# A make that doesn't know that this one runs shares no jobs with it.
+flags=$(sed -E 's/ -j[0-9]*//; s/ --jobserver-[a-z]+=[^ ]+//' <<<"${MAKEFLAGS-}")
+MAKEFLAGS=$flags make -j"$(nproc)" --no-print-directory BUILD="$build" CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 MPI=0 CUDA=0 LDFLAGS="-L$library" \
   "${tests[@]/#/$build/}"
 
 mkdir -p "$build/test-logs"
