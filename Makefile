@@ -45,8 +45,7 @@ AMX_CFLAGS := $(shell flags='-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16
 CFLAGS += $(if $(AMX_CFLAGS),-DHAVE_AMX)
 # QUICK_KERNELS=1 is for tests where there is no GPU: kernels are compiled in a sixth of the time,
 # where nvcc has an option for it, and would be slow. A program that has them refuses a GPU.
-QUICK := $(if $(and $(QUICK_KERNELS),$(filter 1,$(CUDA))),$(shell $(NVCC) --help | grep -m 1 -e --Ofast-compile))
-CFLAGS += $(if $(QUICK),-DQUICK_KERNELS)
+QUICK := $(if $(filter 11,$(QUICK_KERNELS)$(CUDA)),$(if $(shell $(NVCC) --help | grep -m 1 -e --Ofast-compile),quick))
 NVCCFLAGS := -std=c++17 -O3 $(if $(QUICK),--Ofast-compile=max) -lineinfo $(GENCODE) -I. \
     $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics $(EXTRA_NVCCFLAGS)
@@ -104,6 +103,11 @@ $(BUILD)/%.o: %.c $(BUILD)/settings
 	@echo '  CC   $<'
 	$(Q)$(CC) $(CFLAGS) -c $< -o $@
 
+# How kernels are compiled, which the rest doesn't depend on.
+$(BUILD)/kernels: FORCE
+	@mkdir -p $(BUILD)
+	@echo '$(or $(QUICK),for use)' | cmp -s - $@ || echo '$(or $(QUICK),for use)' > $@
+
 # Host code in .cu files is C.
 $(BUILD)/%.o: %.cu $(BUILD)/settings
 	@mkdir -p $(@D)
@@ -116,10 +120,12 @@ define compile_kernels
 @echo '  NVCC $<'
 $(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 endef
-$(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings
+$(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings $(BUILD)/kernels
 	$(compile_kernels)
-$(BUILD)/dev/proxy/%.o: dev/proxy/%.cu $(BUILD)/settings
+$(BUILD)/dev/proxy/%.o: dev/proxy/%.cu $(BUILD)/settings $(BUILD)/kernels
 	$(compile_kernels)
+$(BUILD)/llmc/cuda/device.o: $(BUILD)/kernels
+$(BUILD)/llmc/cuda/device.o: CFLAGS += $(if $(QUICK),-DQUICK_KERNELS)
 
 $(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
 $(BUILD)/llmc/cpu/amx.o $(BUILD)/llmc/cpu/attention_amx.o: CFLAGS += $(AMX_CFLAGS)
@@ -140,17 +146,19 @@ $(BUILD)/llmc/run/report.o: CFLAGS += -DCOMMIT='"$(COMMIT)"'
 setup:
 	@scripts/setup.sh
 
-# What runs here at once is built without kernels where there is no GPU: they take minutes. Tests are
-# built with them, but not as for use.
+# What runs here at once is built without kernels where there is no GPU: they take minutes. For tests
+# they are compiled quickly, unless there are some for use already, which stay.
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
 FOR_HERE := $(if $(GPU),,CUDA=0)
+FOR_USE = $(and $(wildcard $(BUILD)/llmc/cuda/quantize.o),$(shell grep use $(BUILD)/kernels 2>/dev/null))
+FOR_TESTS = $(if $(GPU)$(FOR_USE),,QUICK_KERNELS=1)
 
 demo: setup
 	@$(MAKE) --no-print-directory all $(FOR_HERE)
 	@scripts/demo.sh
 
 test: setup
-	@$(MAKE) --no-print-directory all tests $(if $(GPU),,QUICK_KERNELS=1)
+	@$(MAKE) --no-print-directory all tests $(FOR_TESTS)
 	@$(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data
 	$(if $(NVCC),,@echo 'no nvcc was found: what is for GPUs is left out of these tests')
 	@$(PYTHON) dev/test/run.py $(BUILD)
@@ -182,7 +190,7 @@ law: setup
 # What was built; data sets that lie in build/ stay.
 clean:
 	rm -rf $(addprefix $(BUILD)/,llmc dev hostcuda avx2 test-logs) train_gpt_mxfp8
-	rm -f $(PROGRAMS) $(LIBRARY) $(TESTS) $(GPU_TESTS) $(BENCHMARKS) $(addprefix $(BUILD)/,settings commit bench.json gpu_test_cuda_gemm \
+	rm -f $(PROGRAMS) $(LIBRARY) $(TESTS) $(GPU_TESTS) $(BENCHMARKS) $(addprefix $(BUILD)/,settings kernels commit bench.json gpu_test_cuda_gemm \
 	    test_mx_exhaustive train_gpt_mxfp8.o train_gpt_mxfp8.d test_gpt.o test_gpt.d test_cuda_rounding.o)
 
 include dev/developers.mk

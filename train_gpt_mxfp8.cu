@@ -811,6 +811,10 @@ static int dry_run(Plan *p) {
 }
 
 enum { DIRECTORY_BYTES = 48 };
+static char made_directory[DIRECTORY_BYTES];
+
+// Of a run that was refused before it wrote anything; another directory isn't empty.
+static void remove_made_directory(void) { rmdir(made_directory); }
 
 // Makes runs/DATE-TIME, or where a run of the same second has it runs/DATE-TIME-2 and so on.
 static void make_default_out_dir(char path[DIRECTORY_BYTES]) {
@@ -827,7 +831,11 @@ static void make_default_out_dir(char path[DIRECTORY_BYTES]) {
 // Returns the directory that rank 0 makes: others' clocks may be a second away.
 static const char *default_out_dir(Comm *comm) {
     char path[DIRECTORY_BYTES] = "";
-    if (comm->rank == 0) make_default_out_dir(path);
+    if (comm->rank == 0) {
+        make_default_out_dir(path);
+        memcpy(made_directory, path, sizeof(path));
+        atexit(remove_made_directory);
+    }
     return comm_gather(comm, path, sizeof(path));
 }
 

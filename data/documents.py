@@ -291,7 +291,7 @@ def table_rows(path, text_field):
                     check_column(reader.schema, text_field, path)
                     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
                     yield from column_texts(batches, text_field)
-    except (pyarrow.ArrowException, OSError) as e:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise InputError(
             f"can't read {path} as {path.suffix[1:]}: {str(e).splitlines()[0]}; get a whole copy"
         ) from None
@@ -315,6 +315,7 @@ def holds_text(column):
 
 def column_texts(batches, text_field):
     for batch in batches:
+        batch.validate(full=True)  # offsets of a damaged file may lead anywhere
         yield from (text or "" for text in batch.column(text_field).to_pylist())
 
 

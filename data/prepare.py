@@ -13,7 +13,6 @@ import shlex
 import signal
 import sys
 import time
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +20,10 @@ from typing import NamedTuple
 from documents import TEXT_FIELD, dataset_source, file_source, split_source
 from token_files import MAX_SHARD_TOKENS, AtomicFiles, InputError, ShardWriter, tokenizer_bytes
 from tokenizer import config_json, make_tokenizer
+from whole_numbers import whole_number_of
 
 BATCH_CHARS = 2**20  # text encoded at a time, by all cores
 PROGRESS_SECONDS = 5
-EXPONENTS = {None: 0, "k": 3, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}  # of ten, by suffix
 
 EXAMPLES = """\
 examples:
@@ -98,12 +97,10 @@ def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
 
 def token_count(option, text):
     """Returns a whole number of tokens, which may be written as the program's options are: 20k, 1.5M, 1e9."""
-    wanted = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:[eE]([0-9]{1,2})|([kKMGBT]))?", text)
-    exponent = int(wanted[2]) if wanted and wanted[2] else EXPONENTS[wanted and wanted[3]]
-    count = Decimal(wanted[1]).scaleb(exponent) if wanted else 0
-    if count < 1 or count != int(count):
+    count = whole_number_of(text)
+    if not count:
         raise InputError(f"{option} {text}: give a number of tokens, such as 100M (k or K: thousand, M: million, G or B: billion)")
-    return int(count)
+    return count
 
 
 def check_output_options(options):

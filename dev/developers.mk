@@ -202,7 +202,7 @@ help:
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
 	@echo 'make objects-aarch64  the program, kernels too, cross-compiled for AArch64 (Grace), to objects'
-	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
+	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of eight readers; FUZZ=npy runs one'
 	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
 	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--seeds 3' and the like are options"
 	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, with a verdict, in 10, 30 or 60 minutes'

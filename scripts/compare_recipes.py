@@ -623,7 +623,7 @@ def plan(options, runner, recipes, pairs, common, times):
     done = runner.finished(jobs.values())
     runs = {key: done[job.name] for key, job in jobs.items() if job.name in done}
     grown = len(times) > 1
-    measured = {} if grown else measured_scatter(pairs, runs, seeds)
+    measured = {} if grown else measured_scatter(pairs, runs, seeds)  # what has grown isn't measured in OUT_DIR
     scatter, source = scatter_in_words(options, measured, pairs, grown=grown)
     of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
     steps = ", and one of ".join(f"{n * length.steps:,} step{plural(n * length.steps)}" for n in sorted(times))

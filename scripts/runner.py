@@ -33,6 +33,9 @@ from logs import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "data"))
+from whole_numbers import whole_number_of  # noqa: E402
+
 EXIT_NOT_FINITE = 3
 TRAINS_NOTHING = ("help", "h", "device-info", "dry-run", "generate")
 
@@ -257,11 +260,10 @@ def option_value(options, name):
 def whole_number(options, name):
     """Returns the whole number that the list of options gives for --name, with or without a suffix of the program's."""
     text = option_value(options, name)
-    exponent = {"k": 3, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}.get(text[-1:], 0)
-    try:
-        return round(float(text[:-1] if exponent else text) * 10**exponent)
-    except (ValueError, OverflowError):
-        raise InputError(f"--{name} takes a whole number, not '{text}'") from None
+    number = whole_number_of(text)
+    if number is None:
+        raise InputError(f"--{name} takes a whole number, not '{text}'")
+    return number
 
 
 def without_option(options, name):

@@ -40,6 +40,7 @@ from runner import (
     miniature,
     parse_experiment,
     seeds_of,
+    whole_number_of,
     with_defaults,
     without_option,
 )
@@ -370,10 +371,8 @@ def parse_models(text):
 def parse_tokens(text):
     counts = []
     for word in (t.strip() for t in text.split(",") if t.strip()):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGBT]?)", word)
-        unit = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-        count = round(float(match[1]) * unit[match[2]]) if match else 0
-        if count < 1:
+        count = whole_number_of(word)
+        if not count:
             raise InputError(f"--tokens: {word} is not a number of tokens such as 500k or 2M")
         counts.append(count)
     return distinct(counts, "--tokens")

@@ -109,8 +109,23 @@ def options():
     save("options", "quotes", "--prompt\n'a'\\\"\x7f\xff".encode("latin-1"))
 
 
+def requests():
+    vocabulary = {chr(code): code for code in range(97, 123)} | {"th": 256, "he": 257, "the": 258}
+    gpt2 = {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": vocabulary, "merges": ["t h", "th e", "h e"]}}
+    mark = "\u2581"
+    llama = gpt2 | {"pre_tokenizer": None, "added_tokens": [{"id": 263, "content": "<|end|>", "special": True}],
+                    "normalizer": {"type": "Sequence", "normalizers": [
+                        {"type": "Prepend", "prepend": mark}, {"type": "Replace", "pattern": {"String": " "}, "content": mark}]}}
+    scored = '{"id": 1, "context": "the", "continuation": " he"}\n{"id": 2, "context": "", "continuation": "th"}\n'
+    asked = "".join(f'{{"id": {i}, "context": "the", "continuation": " {text}", "task": "t", "question": 0, "gold": {gold}}}\n'
+                    for i, text, gold in ((0, "he", "true"), (1, "th", "false")))
+    for name, rules, lines in (("gpt2", gpt2, scored), ("llama", llama, asked), ("no-rules", {}, asked)):
+        save("requests", name, json.dumps(rules, ensure_ascii=False) + "\0" + lines)
+
+
 def main():
-    for write in (tokens, safetensors, config, state, tokenizer, npy, options):
+    for write in (tokens, safetensors, config, state, tokenizer, npy, options, requests):
         write()
 
 

@@ -40,11 +40,16 @@ if ! [[ ${LIMIT:-600} =~ ^[1-9][0-9]{1,4}$ ]]; then
   exit 2
 fi
 device=${DEVICE:-cuda}
+trap '' PIPE # a reader that goes takes nothing of the report
+# nvidia-smi, which a driver in trouble can keep.
+smi() {
+  timeout -k 5 10 nvidia-smi "$@" 2>/dev/null
+}
 # Finds the GPUs that it may use, all or those of CUDA_VISIBLE_DEVICES: how many in $gpus, the first
 # in $gpu, which CUDA and nvidia-smi then count alike.
 find_gpus() {
   export CUDA_DEVICE_ORDER=PCI_BUS_ID
-  gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # without a driver it prints a sentence
+  gpus=$(smi --list-gpus | grep -c '^GPU ') # without a driver it prints a sentence
   gpu=${CUDA_VISIBLE_DEVICES-0}
   gpu=${gpu%%,*}
   if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
@@ -54,8 +59,7 @@ find_gpus() {
 # Prints what nvidia-smi says of the first GPU; of any, where it doesn't know the first by that name,
 # as where a part of a card is named.
 ask_gpu() {
-  nvidia-smi --query-gpu="$1" --format=csv,noheader --id="$gpu" 2>/dev/null ||
-    nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -n 1
+  smi --query-gpu="$1" --format=csv,noheader --id="$gpu" || smi --query-gpu="$1" --format=csv,noheader | head -n 1
 }
 find_gpus
 card='' capability=''
@@ -69,7 +73,12 @@ if [ -e "$out/rows.tsv" ]; then
   echo "check.sh: $out holds a check already: name another directory, or remove that one" >&2
   exit 2
 fi
+case ${BUILT-} in '' | /*) ;; *) BUILT=$caller/$BUILT ;; esac
 build=${BUILT:-build/gpu-check}
+if [ -n "${BUILT:-}" ] && ! [ -x "$BUILT/train_gpt_mxfp8" ]; then
+  echo "check.sh: BUILT=$BUILT has no train_gpt_mxfp8: name the directory that make gpu-tests BUILD=DIR made" >&2
+  exit 2
+fi
 mkdir -p "$build" || exit 2
 nvcc=$(command -v nvcc)
 sanitizer=$(PATH=$PATH:${nvcc:+$(dirname "$(readlink -f "$nvcc")"):}${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin && command -v compute-sanitizer)
@@ -85,19 +94,24 @@ rows=$out/rows.tsv
 # step NAME SECONDS COMMAND...: runs it, its output in NAME.log, and notes how it ended. A function
 # gets its seconds in $limit.
 step() {
-  local name=$1 limit=$2 left=$((limit_seconds - SECONDS)) start=${EPOCHREALTIME/./} code tenths
+  local name=$1 wanted=$2 limit left=$((limit_seconds - SECONDS)) start=${EPOCHREALTIME/./} code tenths
   shift 2
-  limit=$((left < limit ? left : limit))
+  limit=$((left < wanted ? left : wanted))
   if [ "$limit" -lt 1 ]; then
     set -- bash -c "echo 'left out: $limit_seconds s were over'; exit 124"
   elif [ "$(type -t "$1")" != function ]; then
-    set -- timeout "$limit" "$@"
+    set -- timeout -k 5 "$limit" "$@"
   fi
   "$@" >"$out/$name.log" 2>&1
   code=$?
   tenths=$(((${EPOCHREALTIME/./} - start) / 100000))
+  if [ "$code" -eq 137 ] && [ "$tenths" -ge $((10 * limit)) ]; then code=124; fi # its time was over, and it had to be killed
+  if [ "$code" -eq 124 ] && [ "$limit" -ge 1 ] && [ "$limit" -lt "$wanted" ] && [ "$tenths" -ge $((10 * limit - 10)) ]; then
+    echo "left out: $limit_seconds s were over while it ran" >>"$out/$name.log"
+  fi
   printf '%s\t%d\t%d.%d\t%s\n' "$name" "$code" $((tenths / 10)) $((tenths % 10)) \
-    "$(tail -n 1 "$out/$name.log" | tr '\t|' '  ' | cut -c1-200)" | tee -a "$rows"
+    "$(tail -n 1 "$out/$name.log" | tr '\t|\r\f\v' '     ' | cut -c1-200)" >>"$rows"
+  tail -n 1 "$rows"
   rm -rf "$out"/*/step_*
   return $code
 }
@@ -132,15 +146,17 @@ with open(path, "wb") as f:
 PYTHON
 }
 
+make_data() { make_tokens "$out/train.bin" 2000000 256 chain && make_tokens "$out/large.bin" 2000000 50257 zipf; }
+
 program=$build/train_gpt_mxfp8
 train() { # recipe, name, options...
-  timeout "$limit" "$program" --device "$device" --recipe "$1" --out-dir "$out/$2" "${@:3}"
+  timeout -k 5 "$limit" "$program" --device "$device" --recipe "$1" --out-dir "$out/$2" "${@:3}"
 }
-small=(--train-data "$build/train.bin" --vocab-size 256 --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8
+small=(--train-data "$out/train.bin" --vocab-size 256 --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8
   --learning-rate 1e-3 --warmup-steps 20)
-tiny=("$program" --device "$device" --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96
+tiny=("$program" --device "$device" --train-data "$out/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96
   --max-seq-len 33 --batch-size 2)
-large=(--train-data "$build/large.bin" --vocab-size 50257)
+large=(--train-data "$out/large.bin" --vocab-size 50257)
 # shellcheck disable=SC2034 # turn_ours takes these by their names
 model_124M=(--model gpt2-124M --batch-size "$batch")
 part_124M=("${model_124M[@]}" --layers 2)
@@ -162,17 +178,25 @@ fi
 
 last_losses() { grep -hs '"event":"train"' "$1/log.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/' | tail -n "$2"; }
 same_losses() {
-  last_losses "$1" "$3" | grep -q . || { echo "$1 has no losses"; return 1; }
+  [ "$(last_losses "$1" "$3" | grep -c ' [0-9]')" -eq "$3" ] || { echo "$1 hasn't $3 losses that are numbers"; return 1; }
   diff <(last_losses "$1" "$3") <(last_losses "$2" "$3") && echo "the last $3 losses are the same to the bit"
 }
-# A run, the same again, and the same in two halves, whose losses must have the same bits.
+# As train, in what is left of a step's seconds until $end.
+train_until() {
+  limit=$((end - SECONDS))
+  if [ "$limit" -lt 1 ]; then echo "no time was left for it"; return 124; fi
+  train "$@"
+}
+# A run, the same again, and the same in two halves, whose losses must have the same bits. Another
+# schedule than a constant one would be shorter in the first half.
 reproduce() { # name, recipe, steps, options...
-  local name=$1 recipe=$2 steps=$3
+  local name=$1 recipe=$2 steps=$3 end=$((SECONDS + limit))
   shift 3
-  train "$recipe" "$name-straight" "$@" --max-steps "$steps" &&
-    train "$recipe" "$name-again" "$@" --max-steps "$steps" &&
-    train "$recipe" "$name-resumed" "$@" --max-steps $((steps / 2)) &&
-    train "$recipe" "$name-resumed" --resume --max-steps "$steps" &&
+  set -- "$@" --schedule constant
+  train_until "$recipe" "$name-straight" "$@" --max-steps "$steps" &&
+    train_until "$recipe" "$name-again" "$@" --max-steps "$steps" &&
+    train_until "$recipe" "$name-resumed" "$@" --max-steps $((steps / 2)) &&
+    train_until "$recipe" "$name-resumed" --resume --max-steps "$steps" &&
     same_losses "$out/$name-straight" "$out/$name-again" "$steps" &&
     same_losses "$out/$name-straight" "$out/$name-resumed" $((steps / 2))
 }
@@ -205,7 +229,7 @@ end_ranks() { # the exit status that is wanted of each
 }
 close_losses() { # a, b, steps: within a thousandth, since ranks sum in another order
   paste <(last_losses "$1" "$3") <(last_losses "$2" "$3") | awk -v steps="$3" '
-    { d = $2 - $4; d = d < 0 ? -d : d; if (!(d <= 1e-3 * $2)) bad = 1; worst = d > worst ? d : worst }
+    { d = $2 - $4; d = d < 0 ? -d : d; if (!(d <= 1e-3 * $2) || $2 !~ /[0-9]/ || $4 !~ /[0-9]/) bad = 1; worst = d > worst ? d : worst }
     END { print "losses " worst " apart at most, over " NR " steps"; exit bad || NR < steps }'
 }
 two_ranks() {
@@ -241,7 +265,7 @@ lost_rank() {
 # Timing ----------------------------------------------------------------------------------------------------------------------
 
 steps_in() {
-  grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $2 } END { print n + 0 }'
+  grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $NF } END { print n + 0 }'
 }
 # Samples clocks, power, temperature and throttling into a file until $sampler is ended.
 sample_clocks() { # file
@@ -250,9 +274,9 @@ sample_clocks() { # file
   sampler=$!
 }
 # Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends
-# it: a checkpoint of the largest model would be 19 GB.
+# it: a checkpoint of the largest model would be 19 GB. One that ends by itself has failed.
 turn() { # directory, command...
-  local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit))
+  local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit)) code=''
   shift
   mkdir -p "$directory"
   sample_clocks "$directory/clocks.csv"
@@ -264,12 +288,20 @@ turn() { # directory, command...
     if [ -n "$begun" ] && [ $((SECONDS - begun)) -ge "$turn_seconds" ]; then break; fi
     sleep 0.2
   done
+  if ! kill -0 $pid 2>/dev/null; then
+    wait $pid
+    code=$?
+  fi
   kill -9 $pid $sampler 2>/dev/null
   wait $pid $sampler 2>/dev/null
-  tail -n 3 "$directory/console.log"
   steps=$(steps_in "$directory")
+  if [ -n "$code" ]; then
+    echo "$steps steps, and it ended with $code: $(tail -n 1 "$directory/console.log")"
+    return 1
+  fi
+  tail -n 3 "$directory/console.log"
   echo "$steps steps"
-  [ "$steps" -ge 3 ]
+  if [ "$steps" -lt 3 ]; then return 124; fi
 }
 turn_ours() { # model, contender, round
   local -n options=model_$1
@@ -288,7 +320,7 @@ turn_ours() { # model, contender, round
 turn_llmc() { # contender, round
   local more=()
   if [ "$1" = llmc-fused ]; then more=(-ge 2); fi
-  turn "$out/turns/124M/$1-$2" stdbuf -oL "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" \
+  turn "$out/turns/124M/$1-$2" stdbuf -oL "$build/llm.c/train_gpt2cu" -e d12 -i "$out/large.bin" -j "$out/large.bin" \
     -b "$batch" -t 1024 -x 100000 -r 0 -v 1000000 -m 1 -s 1000000 -g 1 -h 0 -n 0 "${more[@]}"
 }
 turns() { # model: all contenders, round by round
@@ -318,7 +350,7 @@ with_clocks() { # file, command...
   return $code
 }
 bench() {
-  with_clocks "$out/bench-clocks.csv" timeout "$limit" "$build/bench_ops" --device "$device" --batch-size "$batch" \
+  with_clocks "$out/bench-clocks.csv" timeout -k 5 "$limit" "$build/bench_ops" --device "$device" --batch-size "$batch" \
     --json "$out/bench.jsonl" "${bench_options[@]}"
 }
 profile() { # name, recipe, options...
@@ -333,14 +365,14 @@ build_llmc() {
     echo "llm.c as it was built"
     return
   fi
-  if [ -d "$LLMC_DIR/cudnn-frontend" ] || [ -d "$HOME/cudnn-frontend" ]; then cudnn=1; fi
+  if [ -d "$LLMC_DIR/cudnn-frontend" ] || [ -d "${HOME:-}/cudnn-frontend" ]; then cudnn=1; fi
   # Since CUDA 13 the place of managed memory has a type, which llm.c of 2025 doesn't know, and the
   # cudnn-frontend of 2026 wants NVRTC.
   if ! "$nvcc" --version | grep -q 'release 1[12]\.'; then
     sed -i 's/SetPreferredLocation, cudaCpuDeviceId/SetPreferredLocation, cudaMemLocation{cudaMemLocationTypeHost, 0}/' \
       "$build/llm.c/llmc/cuda_utils.cuh"
   fi
-  make -C "$build/llm.c" train_gpt2cu NO_MULTI_GPU=1 NO_USE_MPI=1 ${cudnn:+USE_CUDNN=1} \
+  timeout -k 5 "$limit" make -C "$build/llm.c" train_gpt2cu NO_MULTI_GPU=1 NO_USE_MPI=1 ${cudnn:+USE_CUDNN=1} \
     NVCC_LDFLAGS="-lcublas -lcublasLt -lnvidia-ml ${cudnn:+-lcudnn -lnvrtc}" \
     ${capability:+GPU_COMPUTE_CAPABILITY="$capability"} || return 1
   if [ -n "$cudnn" ]; then echo "llm.c with cuDNN"; else echo "llm.c without cuDNN"; fi
@@ -368,7 +400,8 @@ sanitize() { # file, what a finding has, tool and options...
 }
 errors() { # tool, program, options...
   sanitize "$out/$1.txt" '^========= \(Invalid\|Uninitialized\|Barrier error\|Divergent\|Program hit\)' "$1" \
-    --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
+    --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}" &&
+    grep -q 'ERROR SUMMARY' "$out/$1.txt" && echo "nothing in our own kernels"
 }
 # Of all kernels, since racecheck of 2025.3 ends a program with an illegal access where some are left
 # out (seen on an H100, where all together are fine); what it says of libraries' doesn't count.
@@ -384,21 +417,21 @@ timeline() { # recipe
     --out-dir "$out/nsys-run-$1" "${large[@]}" "${model_124M[@]}" --max-steps 8
 }
 versions() {
-  git describe --always --dirty
+  "$program" --version 2>/dev/null || git describe --always --dirty
   uname -sr
-  nvidia-smi --query-gpu=index,name,driver_version,vbios_version,clocks.max.sm,clocks.max.mem,power.limit,mig.mode.current \
+  smi --query-gpu=index,name,driver_version,vbios_version,clocks.max.sm,clocks.max.mem,power.limit,mig.mode.current \
     --format=csv || echo 'no nvidia-smi'
   for tool in "${nvcc:-nvcc}" gcc nsys "${sanitizer:-compute-sanitizer}" python3; do
-    command -v "$tool" >/dev/null && "$tool" --version | tail -n 2
+    command -v "$tool" >/dev/null && "$tool" --version | grep -v '^$\|warranty\|free software\|FITNESS' | tail -n 2
   done
   if [ -n "${LLMC_DIR:-}" ]; then echo "llm.c $(git -C "$LLMC_DIR" describe --always 2>/dev/null)"; fi
 }
 # Without a card it skips what needs one, and passes.
-gemm_test() { timeout "$limit" "$build/gpu_test_cuda_gemm" && ! grep -q skipped: "$out/test_cuda_gemm.log"; }
+gemm_test() { timeout -k 5 "$limit" "$build/gpu_test_cuda_gemm" && ! grep -q skipped: "$out/test_cuda_gemm.log"; }
 
 build() {
   if [ -n "${BUILT:-}" ]; then echo "built elsewhere: $BUILT"; return; fi
-  timeout "$limit" make -j"$(nproc)" BUILD="$build" "$@"
+  timeout -k 5 "$limit" make -j"$(nproc)" BUILD="$build" "$@"
 }
 
 # The steps ---------------------------------------------------------------------------------------------------------------------
@@ -467,8 +500,7 @@ sanitize_tests() {
 
 step versions 20 versions
 if step build 300 build programs "$build/bench_ops"; then
-  make_tokens "$build/train.bin" 2000000 256 chain
-  make_tokens "$build/large.bin" 2000000 50257 zipf
+  step tokens 60 make_data
   step device-info 60 "$program" --device-info
   choose_contenders
   what_is_right
@@ -477,4 +509,6 @@ if step build 300 build programs "$build/bench_ops"; then
 fi
 
 echo "report: $out/report.md"
-python3 dev/gpu/report.py "$out" "$(git rev-parse --short HEAD 2>/dev/null)" "$batch"
+rm -f "$out/train.bin" "$out/large.bin"
+commit=$("$program" --version 2>/dev/null | sed 's/^[^ ]* //')
+python3 dev/gpu/report.py "$out" "${commit:-unknown}" "$batch"

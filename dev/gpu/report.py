@@ -191,7 +191,7 @@ def markdown(title, sections, card, turns, clocks, operations, profiles, out):
 
 def main():
     out, commit, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    rows = [line.split("\t") for line in read(out / "rows.tsv").splitlines()]
+    rows = [fields for line in read(out / "rows.tsv").split("\n") if len(fields := line.split("\t")) == 4]
     card = verdict.card_of(read(out / "device-info.log"))
     operations = verdict.json_lines(read(out / "bench.jsonl"))
     turns, clocks = read_turns(out, batch)

@@ -125,7 +125,7 @@ class Run:
         self.twin = [e for e in events if e["event"] == "twin"]
         self.quant = [e for e in events if e["event"] == "quant"]
         self.spikes = sum(e.get("spike", False) for e in train)
-        self.seconds = sum(e["seconds"] for e in train)  # all of it, of a run that was resumed too
+        self.seconds = sum(e["seconds"] for e in train)  # of a resumed run all; run.py logs every step
         self.end = next(e for e in reversed(events) if e["event"] == "end")
         earlier = before.loss[before.steps < self.steps[0]] if before else np.zeros(0)
         self.diverged, self.excursions = departures(self.steps, self.loss, self.end["reason"], earlier)

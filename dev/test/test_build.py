@@ -15,7 +15,7 @@ HEADERS = {"CUDA": "cu13/include/cublasLt.h", "cuDNN": "cudnn/include/cudnn_vers
 # What their headers say of their versions.
 VERSIONS = {"CUDA": "#define CUBLAS_VERSION 130100", "cuDNN": "#define CUDNN_VERSION 91900", "NCCL": ""}
 
-HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "CUDA_ARCH", "CUDNN", "NCCL"}  # by the make that runs the tests
+HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "CUDA_ARCH", "CUDNN", "NCCL", "QUICK_KERNELS"}  # by the make that runs the tests
 
 
 def table(*variables):
@@ -137,11 +137,16 @@ def test_make_builds_the_program(target, after):
     assert commands[-1 - len(after):] == ["ln -sf build/train_gpt_mxfp8 train_gpt_mxfp8", *after]
 
 
-@pytest.mark.parametrize("goal, gpu, help, quick", [
-    ("test", "", "--Ofast-compile <level>", True), ("test", "", "", False),
-    ("test", "/dev/nvidiactl", "--Ofast-compile <level>", False), ("programs", "", "--Ofast-compile <level>", False),
+@pytest.mark.parametrize("goal, gpu, help, there, quick", [
+    ("test", "", "--Ofast-compile <level>", "", True), ("test", "", "", "", False),
+    ("test", "/dev/nvidiactl", "--Ofast-compile <level>", "", False), ("programs", "", "--Ofast-compile <level>", "", False),
+    ("test", "", "--Ofast-compile <level>", "for use", False), ("test", "", "--Ofast-compile <level>", "quick", True),
 ])
-def test_kernels_are_compiled_quickly_for_tests_without_a_gpu(tmp_path, goal, gpu, help, quick):
+def test_kernels_are_compiled_quickly_for_tests_without_a_gpu(tmp_path, goal, gpu, help, there, quick):
+    """But those that are there for use stay so."""
+    if there:
+        write(tmp_path / "build/llmc/cuda/quantize.o", "")
+        write(tmp_path / "build/kernels", there)
     variables = [toolkit(tmp_path / "cuda", "13.0", "89 90 100 120", 130100, help=help), f"BUILD={tmp_path}/build", f"GPU={gpu}"]
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
     commands = subprocess.run(["make", "-n", goal, *variables], cwd=ROOT, env=environment, capture_output=True, text=True,
@@ -150,6 +155,7 @@ def test_kernels_are_compiled_quickly_for_tests_without_a_gpu(tmp_path, goal, gp
     device = [command for command in commands if command.endswith("llmc/cuda/device.o")]
     assert len(kernels) > 5 and len(device) == 1
     assert all(("--Ofast-compile=max" in command) == quick for command in kernels)
+    assert sum("-DQUICK_KERNELS" in command for command in commands) == quick
     assert ("-DQUICK_KERNELS" in device[0]) == quick
 
 

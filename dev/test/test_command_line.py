@@ -30,6 +30,11 @@ def test_runs_of_one_second_have_directories_of_their_own(data, tmp_path):
     directories = sorted(path.name for path in (tmp_path / "runs").iterdir())
     print(directories)
     assert len(directories) == 4 and all(re.fullmatch(r"\d{8}-\d{6}(-[234])?", name) for name in directories)
+    for path in (tmp_path / "runs").iterdir():
+        (latest(path) / "model.safetensors").write_bytes(b"damaged")
+    refused = subprocess.run([*command, "--init-from", path], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "model.safetensors" in refused.stderr
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == directories  # nothing of it stays
 
 
 def test_version():

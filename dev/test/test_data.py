@@ -406,6 +406,23 @@ def test_parquet_and_arrow(tmp_path):
     assert "can't read" in sentence and "c.parquet as parquet" in sentence
 
 
+@pytest.mark.parametrize("damage", ["offsets", "UTF-8"])
+def test_damaged_arrow_is_refused(tmp_path, damage):
+    """Offsets that lead out of the texts, at which Arrow would read, and bytes that are no text."""
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = ["one" * 40, "two" * 40, "three" * 40]
+    table = pyarrow.table({"text": texts})
+    path = tmp_path / "a.arrow"
+    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table)
+    offsets, data = struct.pack("<4i", 0, 120, 240, 440), path.read_bytes()
+    assert data.count(offsets) == 1
+    bad = data.replace(offsets, struct.pack("<4i", 0, 120, 1 << 30, (1 << 30) + 200)) if damage == "offsets" else (
+        data.replace(b"twotwo", b"\xff\xfetwo", 1)[:len(data)])
+    path.write_bytes(bad)
+    assert "get a whole copy" in bad_input(tmp_path, "--input", path, "--tokenizer", "byte")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_rows_without_a_text_are_left_out(tmp_path, kind):
     """One rule for all kinds: null and empty are no document, also where a whole file has no other."""

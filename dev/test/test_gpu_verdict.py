@@ -501,7 +501,7 @@ while [ "$2" = hangs ]; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize("steps, then, code", [(100000, "", 0), (2, "", 1), (0, "hangs", 1)])
+@pytest.mark.parametrize("steps, then, code", [(100000, "", 0), (0, "hangs", 124), (2, "hangs", 124)])
 def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
     body = f"gpu=0 limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'"
     done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], body,
@@ -512,6 +512,29 @@ def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
     assert not any(is_running(int((tmp_path / f"{name}.pid").read_text())) for name in ("sampler", "contender"))
     if steps > 2:
         assert verdict.clocks_of((tmp_path / "out/clocks.csv").read_text()).throttled == ["power cap"]
+
+
+@pytest.mark.parametrize("steps", [2, 10])
+def test_a_contender_that_ends_by_itself_has_failed(tmp_path, steps):
+    body = f"gpu=0 limit=10 turn_seconds=5; turn out ./contender {steps} 'crash'"
+    crashing = CONTENDER + "echo 'CUDA error: an illegal memory access'; exit 9\n"
+    done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], body, **{"nvidia-smi": SAMPLER, "contender": crashing})
+    assert done.returncode == 1, done
+    assert done.stdout == f"{steps} steps, and it ended with 9: CUDA error: an illegal memory access\n"
+    assert not is_running(int((tmp_path / "sampler.pid").read_text()))
+
+
+LAST_LOSSES = re.search(r"^last_losses\(\) .*$", CHECK, re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("losses, code", [(["3.5", "3.25"], 0), (["3.5"], 1), (["null", "null"], 1), ([], 1)])
+def test_losses_that_are_the_same_are_numbers(tmp_path, losses, code):
+    log = "".join(f'{{"event":"train","step":{i},"loss":{loss},"tokens":8}}\n' for i, loss in enumerate(losses))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "log.jsonl", log)
+    for call in ("same_losses", "close_losses"):
+        assert shell(tmp_path, [call], f"{LAST_LOSSES}; {call} a b 2").returncode == code, call
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -577,7 +600,7 @@ def test_a_check_keeps_to_the_gpus_it_may_use(tmp_path, visible, gpus, first):
     ranks = "#!/bin/bash\necho \"$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER\"\n"
     body = f"""{given}; export MODE=Default; find_gpus; echo $gpus $gpu; sample_clocks clocks.csv; wait
         limit=30 program=./ranks device=cpu out=. small=(); close_losses() {{ :; }}; two_ranks"""
-    done = shell(tmp_path, ["find_gpus", "ask_gpu", "left_out", "start_ranks", "end_ranks", "sample_clocks", "two_ranks"], body,
+    done = shell(tmp_path, ["smi", "find_gpus", "ask_gpu", "left_out", "start_ranks", "end_ranks", "sample_clocks", "two_ranks"], body,
                  **{"nvidia-smi": SMI, "ranks": ranks})
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[0] == f"{gpus} {first}".rstrip(), done
@@ -587,7 +610,7 @@ def test_a_check_keeps_to_the_gpus_it_may_use(tmp_path, visible, gpus, first):
 
 def test_two_ranks_need_a_card_that_takes_two_processes(tmp_path):
     body = "export MODE=Exclusive_Process; gpu=0 limit=30 program=false device=cpu out=. small=(); two_ranks"
-    done = shell(tmp_path, ["ask_gpu", "left_out", "start_ranks", "end_ranks", "two_ranks"], body, **{"nvidia-smi": SMI})
+    done = shell(tmp_path, ["smi", "ask_gpu", "left_out", "start_ranks", "end_ranks", "two_ranks"], body, **{"nvidia-smi": SMI})
     line = verdict.judge_step("two-ranks", done.returncode, 0.1, done.stdout.splitlines()[-1])
     assert line.verdict == "NOT RUN" and not line.counts, done
 
@@ -610,7 +633,8 @@ OVER = "left out: 3 s were over, and nothing was found in 1 tests"
 
 
 @pytest.mark.parametrize("call, found, summary, status, hangs, code, last", [
-    ("errors memcheck ./tests", "", "", 0, 0, 0, "[       OK ] test_a"),
+    ("errors memcheck ./tests", "", "========= ERROR SUMMARY: 0 errors\n", 0, 0, 0, "nothing in our own kernels"),
+    ("errors memcheck ./tests", "", "", 0, 0, 1, None),  # it never came to its summary
     ("errors memcheck ./tests", "", "", 0, 1, 124, OVER),
     ("errors memcheck ./tests", INVALID, "", 0, 1, 1, None),
     ("errors memcheck ./tests", INVALID, "", 1, 0, 1, None),

@@ -173,6 +173,9 @@ static void test_sentences(void **state) {
     refuse("--resume=maybe", "--resume takes no value but true or false, not 'maybe'");
     refuse("--no-resume=true", "--no-resume takes no value");
     refuse("--resume a.bin", "unexpected argument 'a.bin': --resume takes no value");
+    refuse("--resume=true a.bin",
+           "unexpected argument 'a.bin': options begin with --, and a pattern such as 'data/train_*.bin' must be in "
+           "quotes");
     refuse("--resume --layers 3 a.bin",
            "unexpected argument 'a.bin': options begin with --, and a pattern such as 'data/train_*.bin' must be in "
            "quotes");

@@ -284,11 +284,17 @@ static void forget_failure(void) {
     cuda_has_ended(cudaStreamQuery(cuda_stream()), "multiplying matrices");
 }
 
-// Runs one of an entry's kernels: the one that is taken, or, where it fails, the next that doesn't,
-// which is taken from then on. Returns the last one's status.
+// Returns whether a kernel failed for what it is asked to do, on every rank and again, and not for
+// what the GPU's memory or the library happened to be in.
+static bool depends_on_call(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_EXECUTION_FAILED;
+}
+
+// Runs one of an entry's kernels: the one that is taken, or, where it fails for what it is asked to
+// do, the next that doesn't, which is taken from then on. Returns the last one's status.
 static cublasStatus_t run_taken(const Product *p, int *taken) {
     cublasStatus_t status = run(p, *taken);
-    for (int failed = 1; status != CUBLAS_STATUS_SUCCESS && failed < p->entry->num_kernels; failed++) {
+    for (int failed = 1; depends_on_call(status) && failed < p->entry->num_kernels; failed++) {
         forget_failure();
         *taken = (*taken + 1) % p->entry->num_kernels;
         status = run(p, *taken);

@@ -97,9 +97,10 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 // that heuristics propose are timed, and the fastest is taken of those whose d has the same bits as
 // that of the first that runs, in FP32 also when they add to it, in a product of scrambled matrices
 // where these are in BF16 or FP8, with another bias and other scales of tensors: which it is
-// depends on the card and the moment, and no result does. To BF16 the first adds. A and b are
-// changed and changed back: nothing else may read them meanwhile. Of native FP4, and with a bias of
-// more than 2^17 values, the first is taken. Frees nothing, which would wait for other ranks.
+// depends on the card and the moment, and no result does. To BF16 the first of these adds. A and b
+// are changed and changed back: nothing else may read them meanwhile. Of native FP4, and with a
+// bias of more than 2^17 values, the first is taken. Frees nothing, which would wait for other
+// ranks.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 

@@ -169,6 +169,7 @@ void tokenizer_rules_free(TokenizerRules *rules) {
 }
 
 int32_t tokenizer_rules_find(const TokenizerRules *rules, const char *name) {
+    if (rules->num_names == 0) return -1; // bsearch takes no NULL
     const TokenName key = {.name = name};
     const TokenName *found =
         bsearch(&key, rules->names, (size_t)rules->num_names, sizeof(*rules->names), compare_names);

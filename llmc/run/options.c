@@ -230,8 +230,8 @@ static char *similar_options(const Option *options, int count, const char *name)
     return similar;
 }
 
-// Says why nothing has the name that begins an argument; `flag`: the one before it, NULL where that
-// is another kind of option's.
+// Says why nothing has the name that begins an argument; `flag`: the option before it, where that
+// is a flag without a value, else NULL.
 static bool unknown_option(const Option *options, int count, const char *argument, size_t length, const Option *flag,
                            Error *error) {
     if (argument[0] != '-' && flag) {
@@ -285,7 +285,7 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
         }
         if (!option_set(option, text, error)) return false;
         option->was_set = option->was_typed = true;
-        flag = option->type == OPTION_FLAG ? option : NULL;
+        flag = option->type == OPTION_FLAG && !negated && !argument[length] ? option : NULL;
     }
     return true;
 }

@@ -311,31 +311,26 @@ static void settle_weights(CommandLine *line) {
     }
 }
 
-// Refuses orders in a file that no run has written: which options count depends on them.
-static bool check_orders(const CommandLine *line, const JsonValue *object, Error *error) {
-    const Settings *s = &line->settings;
+// Returns whether an option says what to do now, and not what the run is.
+static bool is_order(const Settings *s, const Option *option) {
     const void *const orders[] = {&s->resume,   &s->dry_run, &s->device_info, &s->version,
                                   &s->generate, &s->score,   &s->requests,    &s->config};
+    bool found = false;
     for (int i = 0; i < COUNT(orders); i++) {
-        const char *name = options_find_value(line->options, line->num_options, orders[i])->name;
-        if (json_is_null(json_get(object, name))) continue;
+        found |= option->value == orders[i];
+    }
+    return found;
+}
+
+// Refuses orders in a file that no run has written. A run's were for that run, and aren't read.
+static bool check_orders(const CommandLine *line, const JsonValue *object, Error *error) {
+    for (int i = 0; i < line->num_options; i++) {
+        const char *name = line->options[i].name;
+        if (!is_order(&line->settings, &line->options[i]) || json_is_null(json_get(object, name))) continue;
         return error_set(error, "'%s' says what to do now, and isn't taken from a file: give --%s on the command line",
                          name, name);
     }
     return true;
-}
-
-// Puts back what the command line told this run to do: a run's orders were for that run.
-static void restore_orders(Settings *s, const Settings *given) {
-    s->resume = given->resume;
-    s->dry_run = given->dry_run;
-    s->device_info = given->device_info;
-    s->version = given->version;
-    s->generate = given->generate;
-    s->score = given->score;
-    s->requests = given->requests;
-    s->config = given->config;
-    if (s->generate || s->score) s->init_from = given->init_from;
 }
 
 // Returns whether a run has written this: the first event of its log, or a checkpoint's state.
@@ -358,13 +353,13 @@ static bool check_beside(const JsonValue *json, Error *error) {
 }
 
 // Sets what the command line hasn't. Of a run's options those of its recipe, and those that it
-// switched to, aren't read where the command line has a --recipe, be it the same.
+// switched to, aren't read where the command line has a --recipe, be it the same; its orders never.
 static bool read_options(CommandLine *line, const JsonValue *object, Error *error) {
     bool new_recipe = line->has_saved_options && settings_typed(line, &line->settings.recipe.name);
     for (int i = 0; i < line->num_options; i++) {
         Option *option = &line->options[i];
         bool is_of_recipe = settings_is_of_recipe(line, option) || option->value == &line->settings.recipe_at;
-        option->was_set |= new_recipe && is_of_recipe;
+        option->was_set |= (new_recipe && is_of_recipe) || is_order(&line->settings, option);
     }
     bool ok = options_read_json(line->options, line->num_options, object, true, error);
     for (int i = 0; i < line->num_options; i++) {
@@ -436,7 +431,7 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     if (ok && object == inner && !line->has_saved_options) ok = check_beside(json, &detail);
     if (ok && !line->has_saved_options) ok = check_orders(line, object, &detail);
     ok = ok && read_options(line, object, &detail);
-    restore_orders(&line->settings, &given);
+    if (line->settings.generate || line->settings.score) line->settings.init_from = given.init_from;
     if (ok) mark_given(line, object);
     ok = ok && read_model_kind(line, json_get(json, "model"), &detail);
     if (ok) settle_warmup(line, steps, fraction);
