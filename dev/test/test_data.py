@@ -418,7 +418,7 @@ def test_damaged_arrow_is_refused(tmp_path, damage):
     offsets, data = struct.pack("<4i", 0, 120, 240, 440), path.read_bytes()
     assert data.count(offsets) == 1
     bad = data.replace(offsets, struct.pack("<4i", 0, 120, 1 << 30, (1 << 30) + 200)) if damage == "offsets" else (
-        data.replace(b"twotwo", b"\xff\xfetwo", 1)[:len(data)])
+        data.replace(b"twotwo", b"\xff\xfeotwo", 1))
     path.write_bytes(bad)
     assert "get a whole copy" in bad_input(tmp_path, "--input", path, "--tokenizer", "byte")
 
