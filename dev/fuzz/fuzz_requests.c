@@ -1,5 +1,5 @@
-// tokenizer.json beside a fixed tokenizer.bin, and requests that are encoded by it, of --score and of
-// tasks. An input is the one, a zero byte and the other.
+// tokenizer.json beside a fixed tokenizer.bin, and requests that are encoded by it, of --score and
+// of tasks. An input is the one, a zero byte and the other.
 #include "fuzz.h"
 #include "llmc/base/util.h"
 #include "llmc/data/tokenizer.h"
