@@ -813,7 +813,7 @@ static int dry_run(Plan *p) {
 enum { DIRECTORY_BYTES = 48 };
 static char made_directory[DIRECTORY_BYTES];
 
-// Of a run that was refused before it wrote anything; another directory isn't empty.
+// Removes the directory of a run that was refused before it wrote anything: another isn't empty.
 static void remove_made_directory(void) { rmdir(made_directory); }
 
 // Makes runs/DATE-TIME, or where a run of the same second has it runs/DATE-TIME-2 and so on.

@@ -98,7 +98,7 @@ def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
 def token_count(option, text):
     """Returns a whole number of tokens, which may be written as the program's options are: 20k, 1.5M, 1e9."""
     count = whole_number_of(text)
-    if not count:
+    if count is None or count < 1:
         raise InputError(f"{option} {text}: give a number of tokens, such as 100M (k or K: thousand, M: million, G or B: billion)")
     return count
 

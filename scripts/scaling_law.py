@@ -372,7 +372,7 @@ def parse_tokens(text):
     counts = []
     for word in (t.strip() for t in text.split(",") if t.strip()):
         count = whole_number_of(word)
-        if not count:
+        if count is None or count < 1:
             raise InputError(f"--tokens: {word} is not a number of tokens such as 500k or 2M")
         counts.append(count)
     return distinct(counts, "--tokens")

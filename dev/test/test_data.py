@@ -168,9 +168,9 @@ def test_wrong_numbers_of_tokens_are_refused(tmp_path, option, wrong):
 
 
 def test_units_of_numbers_of_tokens(tmp_path):
-    written = ("7", "7K", "7k", "7M", "7G", "7B", "7T", "1.5M", "1.000k", "2e3", "1.5E2")
+    written = ("7", "7K", "7k", "7M", "7G", "7B", "7T", "1.5M", "1.000k", "2e3", "1.5E2", "+7000e-3")
     assert [prepare.token_count("", text) for text in written] == [
-        7, 7000, 7000, 7 * 10**6, 7 * 10**9, 7 * 10**9, 7 * 10**12, 1_500_000, 1000, 2000, 150]
+        7, 7000, 7000, 7 * 10**6, 7 * 10**9, 7 * 10**9, 7 * 10**12, 1_500_000, 1000, 2000, 150, 7]
     book = write(tmp_path / "book.txt", "x" * 3000)
     out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", "1K", "--max-tokens", "2K")
     assert [len(read_shard(shard)[0]) for shard in sorted(out.glob("train_*.bin"))] == [1000, 1000]

@@ -89,18 +89,18 @@ extern double cuda_gemm_tuned_flops;
 const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
 
 // Multiplies, with CUDA_CUBLASLT_BYTES of workspace, and where a matrix has a factor or a prescale
-// CUDA_GEMM_FACTOR_BYTES behind them. A kernel that heuristics propose and that fails all the same
-// is left for the next one. Returns as cuda_gemm_declined; unless NULL, all failed, a d that is
-// added to is as it was, and the call isn't tried again. Dies where all kernels of a GEMM that
-// isn't native fail, the last for another reason than that cuBLASLt doesn't support it. The first
-// time that a call of cuda_gemm_tuned_flops or more writes d (accumulates nothing), all kernels
-// that heuristics propose are timed, and the fastest is taken of those whose d has the same bits as
-// that of the first that runs, in FP32 also when they add to it, in a product of scrambled matrices
-// where these are in BF16 or FP8, with another bias and other scales of tensors: which it is
-// depends on the card and the moment, and no result does. To BF16 the first of these adds. A and b
-// are changed and changed back: nothing else may read them meanwhile. Of native FP4, and with a
-// bias of more than 2^17 values, the first is taken. Frees nothing, which would wait for other
-// ranks.
+// CUDA_GEMM_FACTOR_BYTES behind them. A kernel that heuristics propose and that isn't supported, or
+// fails in its execution, all the same is left for the next one. Returns as cuda_gemm_declined;
+// unless NULL, all failed, a d that is added to is as it was, and the call isn't tried again. Dies
+// where all kernels of a GEMM that isn't native fail, the last for another reason than that
+// cuBLASLt doesn't support it. The first time that a call of cuda_gemm_tuned_flops or more writes d
+// (accumulates nothing), all kernels that heuristics propose are timed, and the fastest is taken of
+// those whose d has the same bits as that of the first that runs, in FP32 also when they add to it,
+// in a product of scrambled matrices where these are in BF16 or FP8, with another bias and other
+// scales of tensors: which it is depends on the card and the moment, and no result does. To BF16
+// the first of these adds. A and b are changed and changed back: nothing else may read them
+// meanwhile. Of native FP4, and with a bias of more than 2^17 values, the first is taken. Frees
+// nothing, which would wait for other ranks.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 

@@ -1,4 +1,5 @@
 #include "dataloader.h"
+#include "tokenizer.h" // TOKENIZER_MAGIC
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,14 +13,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "token files are mapped, and they are little-endian");
 
-enum {
-    HEADER_BYTES = 1024,
-    TOKENIZER_MAGIC = 20240328,
-    UINT16_MAGIC = 20240520,
-    UINT16_VERSION = 1,
-    UINT32_MAGIC = 20240801,
-    UINT32_VERSION = 7
-};
+enum { HEADER_BYTES = 1024, UINT16_MAGIC = 20240520, UINT16_VERSION = 1, UINT32_MAGIC = 20240801, UINT32_VERSION = 7 };
 static const int64_t MAX_TOKENS_CHECKED_AT_OPEN = 64 << 20;
 
 // Opening

@@ -5,7 +5,6 @@
 #include "llmc/files/json.h" // utf8_sequence
 
 enum {
-    MAGIC = 20240328,
     HEADER_WORDS = 256,
     HEADER_BYTES = HEADER_WORDS * 4,
     GPT2_END_OF_TEXT = 50256, // what version 1 leaves unsaid
@@ -73,7 +72,7 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     *tokenizer = (Tokenizer){.file = file, .file_bytes = file_bytes};
     uint32_t header[HEADER_WORDS] = {0};
     if (file_bytes >= HEADER_BYTES) memcpy(header, file, HEADER_BYTES);
-    if (header[0] != MAGIC || header[1] < 1 || header[1] > 3) {
+    if (header[0] != TOKENIZER_MAGIC || header[1] < 1 || header[1] > 3) {
         return error_set(error,
                          "%s is not a tokenizer file of version 1 to 3: name the tokenizer.bin that data/prepare.py "
                          "wrote beside the token files",

@@ -7,7 +7,7 @@ bytes. In version 1 end-of-text is 50256, GPT-2's; in version 3, ours, a length 
 
 #include "tokenizer_rules.h"
 
-enum { NUM_TOKENIZER_JSONS = 2 };
+enum { NUM_TOKENIZER_JSONS = 2, TOKENIZER_MAGIC = 20240328 };
 
 typedef struct {
     const char *text; // in the file, not 0-terminated
