@@ -393,9 +393,9 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
                      f"{seconds:.0f} s of training."), "",
              wrapped("Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before "
                      "it; or the run was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or "
-                     "more in a row were, of a run that didn't diverge. Final loss: the median of the last twentieth of the steps. "
-                     "Spikes: loss over 100 times that of the step before. Runs of one seed share weights and samples; arms with one "
-                     "seed each have no interval, so that small differences between them can't be told from chance. Would be "
+                     "more in a row were, of a run that didn't diverge. Final loss: the median of the last twentieth of the "
+                     "steps. Spikes: loss over 100 times that of the step before. Runs of one seed share weights and samples; "
+                     "arms with one seed each have no interval, so that small differences between them can't be told from chance. Would be "
                      "seen from: a true difference of this size is found in four of five such experiments, if differences scatter as "
                      "they do here. The scatter is itself an estimate: counting that, ten seeds find it in 7 of 10, three in 6 "
                      "of 10."), "",
