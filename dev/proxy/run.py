@@ -14,6 +14,7 @@
     inits          PyTorch's default initialisation, and a smaller one
     variants       KL divergence in place of the squared error, self-attention before each MLP
     authors        the arithmetic of the authors' program, each of its parts alone and all together
+    authors_swiglu the same with SwiGLU, under more seeds: where losses jump, which part makes them
     all            these, in this order
 
 A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off goes on from its last state.
@@ -44,13 +45,14 @@ from runner import lock_directory  # noqa: E402
 # What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
 # at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program, with which the
 # paper's runs were made, with its label noise; `reference` shows the one of the paper's text too, without. How many seeds:
-# `seeds` is for the experiments seeds and swiglu, `few` for text, text_interventions and authors, `of_cases` for each case of
-# the others.
+# `seeds` is for the experiments seeds and swiglu, `few` for text, text_interventions and authors, `many` for authors_swiglu,
+# which counts jumps, `of_cases` for each case of the others.
 SCALES = {
     "paper": {
         "options": {"steps": 9000, "learning-rate": 6e-4, "teacher": "plain"},
         "seeds": 10,
         "few": 3,
+        "many": 16,
         "of_cases": 3,
         "rates": (1e-5, 5e-5, 1e-4, 5e-4, 1e-3),
         "depths": (2, 4, 8),
@@ -64,6 +66,7 @@ SCALES = {
         "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3, "teacher": "plain"},
         "seeds": 10,
         "few": 3,
+        "many": 16,
         "of_cases": 5,
         "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
         "depths": (2, 4),
@@ -78,6 +81,7 @@ SCALES = {
                     "threads": 1},
         "seeds": 2,
         "few": 2,
+        "many": 2,
         "of_cases": 2,
         "rates": (1e-3, 1e-2),
         "depths": (1,),
@@ -628,6 +632,18 @@ def authors(runner):
                [(arm, "ours") for arm in arms if arm not in ("FP32", "ours")], "few")
 
 
+def authors_swiglu(runner):
+    parts = {part: options for part, options in PARTS.items() if "bf16-activation" not in options}  # that is of GELU and ReLU
+    together = {name: value for options in parts.values() for name, value in options.items()}
+    arms = {"ours": GAINS_KEPT, **{f"ours, {part}": GAINS_KEPT | options for part, options in parts.items()},
+            "all of these": GAINS_KEPT | together}
+    over_seeds(runner, "authors_swiglu", "The authors' arithmetic where the loss jumps: SwiGLU", {"activation": "swiglu"},
+               {"FP32": FP32, **{arm: runner.diagnosed(recipe) for arm, recipe in arms.items()}},
+               "finds SwiGLU the least stable activation in MX, with a program that computes in its own way. Which part of that "
+               "way makes a run diverge nobody has asked.",
+               [(arm, "ours") for arm in arms if arm != "ours"], "many")
+
+
 def under_seeds(runner, options, arms, count):
     """Returns the runs of each arm, under the same seeds."""
     return {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
@@ -656,16 +672,22 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
         ax.set_visible(ax.has_data())
     for panels in axes[::2].flat, axes[1::2].flat:
         same_scale([ax for ax in panels if ax.has_data()])
-    compared = [comparison_row(made, *pair) for pair in [*((arm, "FP32") for arm in arms if arm != "FP32"), *pairs]]
+    pairs = [*((arm, "FP32") for arm in arms if arm != "FP32"), *pairs]
+    compared = [comparison_row(made, *pair) for pair in pairs]
     differing = [f"{arms} {by}" for arms, by, _, words in compared if words.endswith(("worse", "better"))]
+    jumps = [(alone(made[arm], made[base]), alone(made[base], made[arm])) for arm, base in pairs]
+    apart = [f"{arm} {a}, {base} {b}" for (arm, base), (a, b) in zip(pairs, jumps) if sign_test(a, b) < 0.05]
     unsteady = [f"{arm}: {how_many(runs)}" for arm, runs in made.items() if any(map(jumped, runs))]
     seen = ("; ".join(unsteady) or f"none of the {sum(map(len, made.values()))} runs diverged") + ". Intervals without 0, which one " \
         f"comparison in twenty has where nothing differs: {'; '.join(differing) or 'none'}."
+    if unsteady:
+        seen += f" Pairs of which one jumps alone more often than the other (p below 0.05): {'; '.join(apart) or 'none'}."
     write_report(
         runner, name, title, paper, seen + too_few(runner.scale[count]),
         [table(["arm", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]", "scatter of its log",
                 "‖ε‖/‖ḡ‖, a run's median: median and range", "runs with a cosine under 0"], rows),
-         table(["seed by seed", "final loss [95 %]", "would be seen from, %", ""], compared)],
+         table(["seed by seed", "final loss [95 %]", "would be seen from, %", "", "jumped alone: it, the other"],
+               [[*row, f"{a}, {b}" + (f" (p = {sig(sign_test(a, b), 2)})" if a + b else "")] for row, (a, b) in zip(compared, jumps)])],
         [run for runs in made.values() for run in runs], figure)
 
 
@@ -773,7 +795,8 @@ def variants(runner):
 
 
 EXPERIMENTS = {f.__name__: f for f in (
-    reference, interventions, seeds, text, text_interventions, swiglu, sweep, activations, optimizers, inits, variants, authors)}
+    reference, interventions, seeds, text, text_interventions, swiglu, sweep, activations, optimizers, inits, variants, authors,
+    authors_swiglu)}
 
 
 def main(arguments):

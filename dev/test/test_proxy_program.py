@@ -679,22 +679,22 @@ def test_the_commit_is_there_before_the_program_ends(tmp_path):
     assert len(written.read_text().strip()) >= 7
 
 
-def report_of(monkeypatch, experiment, reference, losses, growth=1):
+def report_of(monkeypatch, experiment, reference, losses, growth=1, scale="tiny"):
     """What an experiment gives to its report where its runs have these losses by label; all others stay at 1, each run's times
     `growth` those of the one before."""
     proxy_run, given, count = load_run(), [], itertools.count()
 
     def made(label, *_, **__):
-        scale = growth ** next(count)
-        loss = scale * np.array(losses.get(label, np.ones(100)), float)
+        factor = growth ** next(count)
+        loss = factor * np.array(losses.get(label, np.ones(100)), float)
         run = proxy_run.Run.__new__(proxy_run.Run)
         run.label, run.directory, run.command, run.loss, run.steps = label, Path(label), [], loss, np.arange(len(loss))
         run.quant, run.spikes, run.end = [], 0, {"reason": "steps" if np.isfinite(loss).all() else "not-finite"}
-        run.bias = run.twin = [{"step": step, "error_ratio": 0.1 * scale, "cosine": 0.9} for step in range(0, len(loss), 10)]
+        run.bias = run.twin = [{"step": step, "error_ratio": 0.1 * factor, "cosine": 0.9} for step in range(0, len(loss), 10)]
         run.diverged, run.excursions = proxy_run.departures(run.steps, loss, run.end["reason"])
         return run
 
-    runner = SimpleNamespace(scale=proxy_run.SCALES["tiny"], base={"steps": 100, "learning-rate": 1e-3}, run=made, out_dir=Path(),
+    runner = SimpleNamespace(scale=proxy_run.SCALES[scale], base={"steps": 100, "learning-rate": 1e-3}, run=made, out_dir=Path(),
                              reference=lambda *_: [made(label) for label in reference], diagnosed=dict, twinned=dict)
     monkeypatch.setattr(proxy_run, "write_report", lambda *arguments: given.append(arguments))
     getattr(proxy_run, experiment)(runner)
@@ -705,8 +705,8 @@ def seen_of(monkeypatch, experiment, reference, losses):
     return report_of(monkeypatch, experiment, reference, losses)[4]
 
 
-@pytest.mark.parametrize("experiment", ["reference", "interventions", "text_interventions", "seeds", "text", "swiglu", "authors", "sweep",
-                                        "activations", "optimizers", "inits", "variants"])
+@pytest.mark.parametrize("experiment", ["reference", "interventions", "text_interventions", "seeds", "text", "swiglu", "authors",
+                                        "authors_swiglu", "sweep", "activations", "optimizers", "inits", "variants"])
 def test_a_quantity_has_one_scale_in_a_row(monkeypatch, experiment):
     """Losses and errors that grow from run to run, so that panels by themselves would have different axes."""
     figure = report_of(monkeypatch, experiment, ["FP32", "floor"], {"floor": UP_AND_BACK}, growth=1.5)[-1]
@@ -786,6 +786,16 @@ def test_a_sign_test_is_a_fair_coin_s():
     sign_test = load_run().sign_test
     assert sign_test(0, 0) == 1 and sign_test(3, 3) == 1
     assert sign_test(1, 7) == sign_test(7, 1) == pytest.approx(2 * (1 + 8) / 2**8)
+
+
+def test_jumps_of_a_part_are_counted_beside_ours(monkeypatch):
+    """Five of sixteen seeds of an arm that jump where ours don't may be chance, six aren't."""
+    for count, cell, said in ((5, "5, 0 (p = 0.062)", "none"), (6, "6, 0 (p = 0.031)", "ours, the teacher in MX 6, ours 0")):
+        jumping = dict.fromkeys((f"ours, the teacher in MX, seed {1337 + i}" for i in range(count)), UP_AND_BACK)
+        *_, seen, (_, compared), _, _ = report_of(monkeypatch, "authors_swiglu", [], jumping, scale="cpu")
+        row = next(line for line in compared.splitlines() if line.startswith("| ours, the teacher in MX against ours |"))
+        assert row.endswith(f"| {cell} |")
+        assert said in seen.partition("(p below 0.05): ")[2].rstrip(".").replace("; ", ";").split(";")
 
 
 def arms_of(losses):
@@ -905,7 +915,7 @@ def check_directions(directory):
     report = directory / "authors.md"
     said = " ".join(report.read_text().split("\n| ")[0].split())
     for pair in "ours, layernorm in BF16 against ours", "ours, the teacher in MX against ours", "the authors' against FP32":
-        _, by, _, words = row_of(report, pair)
+        _, by, _, words, _ = row_of(report, pair)
         assert "is within ±" in words or (words in ("worse", "better") and (float(by.split()[0]) > 0) == (words == "worse"))
         assert (f"{pair} {by}" in said) == (words in ("worse", "better"))
 
@@ -915,7 +925,8 @@ def test_experiments_in_miniature(tmp_path):
     command = [sys.executable, ROOT / "dev/proxy/run.py", "all", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", PROXY]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600 * SLOWNESS)
     assert done.returncode == 0, done.stderr
-    names = ("reference", "interventions", "text_interventions", "seeds", "text", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
+    names = ("reference", "interventions", "text_interventions", "seeds", "text", "swiglu", "authors", "authors_swiglu",
+             "sweep", "activations", "optimizers", "inits", "variants")
     for name in names:
         assert (tmp_path / f"{name}.png").is_file()
         report = (tmp_path / f"{name}.md").read_text()
