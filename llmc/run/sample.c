@@ -1,5 +1,6 @@
 #include "sample.h"
 #include "llmc/base/random.h"
+#include "llmc/numerics/mx.h" // bit casts
 
 #include <math.h>
 #include <stdlib.h>
@@ -17,23 +18,30 @@ static int find_largest(const float *logits, int vocab_size) {
     return largest;
 }
 
-static int compare_descending(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
+// Returns the place of a number in the order of all floats; float_at is the inverse.
+static uint32_t place_of(float x) {
+    uint32_t bits = mx_float_bits(x);
+    return bits ^ (bits >> 31 ? UINT32_MAX : 1u << 31);
 }
 
+static float float_at(uint32_t place) { return mx_bits_float(place ^ (place >> 31 ? 1u << 31 : UINT32_MAX)); }
+
 // Returns the value of the top_k-th largest logit, and counts those equal to it that are among the
-// top_k.
+// top_k. It is found bit by bit: the last place that top_k logits reach.
 static float find_threshold(const float *logits, int vocab_size, int top_k, int *num_equal) {
-    float *sorted = allocate((size_t)vocab_size * sizeof(*sorted));
-    memcpy(sorted, logits, (size_t)vocab_size * sizeof(*sorted));
-    qsort(sorted, (size_t)vocab_size, sizeof(*sorted), compare_descending);
-    float threshold = sorted[top_k - 1];
-    *num_equal = 0;
-    for (int i = top_k - 1; i >= 0 && sorted[i] == threshold; i--) {
-        ++*num_equal;
+    uint32_t place = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        int reach = 0;
+        for (int id = 0; id < vocab_size; id++) {
+            reach += place_of(logits[id]) >= (place | bit);
+        }
+        if (reach >= top_k) place |= bit;
     }
-    free(sorted);
+    float threshold = float_at(place);
+    *num_equal = top_k;
+    for (int id = 0; id < vocab_size; id++) {
+        *num_equal -= logits[id] > threshold;
+    }
     return threshold;
 }
 

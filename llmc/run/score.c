@@ -1,4 +1,5 @@
 #include "score.h"
+#include "llmc/cpu/vector_math.h"
 #include "llmc/files/json.h"
 
 #include <math.h>
@@ -153,22 +154,33 @@ void score_free(ScoreRequests *all) {
 
 // Scores
 
-// Returns the logarithm of the softmax of `target`, in double precision, and whether its logit is
-// the largest; where a logit isn't a number, NaN and that it isn't.
-static double log_softmax(const float *logits, int64_t vocab_size, int32_t target, bool *is_largest) {
-    float largest = -INFINITY;
+// Returns the sum of e^(logit - largest), at most PIECE of them at a time in FP32.
+static double sum_of_powers(const float *logits, int64_t vocab_size, float largest) {
+    enum { PIECE = 256 };
     double sum = 0;
-    *is_largest = true;
-    for (int64_t id = 0; id < vocab_size; id++) {
-        largest = fmaxf(largest, logits[id]);
-        if (logits[id] > logits[target] || (id < target && logits[id] == logits[target])) *is_largest = false;
+    for (int64_t first = 0; first < vocab_size; first += PIECE) {
+        int64_t end = min_int64(first + PIECE, vocab_size);
+        float piece = 0;
+#pragma omp simd reduction(+ : piece)
+        for (int64_t id = first; id < end; id++) {
+            piece += vector_exp(logits[id] - largest);
+        }
+        sum += (double)piece;
     }
-    for (int64_t id = 0; id < vocab_size; id++) {
-        sum += exp((double)logits[id] - (double)largest);
+    return sum;
+}
+
+// Returns the logarithm of the softmax of `target`, and whether its logit is the first of the
+// largest; where a logit isn't a number, NaN and that it isn't. A multiple of 2^-24, finer than
+// FP32's logits: sums of such have the same bits in any order, on any number of ranks.
+static double log_softmax(const float *logits, int64_t vocab_size, int32_t target, bool *is_largest) {
+    float largest = vector_max(logits, vocab_size);
+    double logprob = (double)logits[target] - (double)largest - log(sum_of_powers(logits, vocab_size, largest));
+    *is_largest = !isnan(logprob) && logits[target] == largest;
+    for (int64_t id = 0; *is_largest && id < target; id++) {
+        *is_largest = logits[id] < largest;
     }
-    double logprob = (double)logits[target] - (double)largest - log(sum);
-    if (isnan(logprob)) *is_largest = false;
-    return logprob;
+    return rint(logprob * 0x1p24) * 0x1p-24;
 }
 
 // A part of a continuation that the model scores at a time, and what it sees for that.
