@@ -100,10 +100,12 @@ static const char *find_checkpoint(const char *directory) {
 }
 
 // Refuses what can't be asked for together with --score or --generate.
-static void check_asked(const Settings *s) {
+static void check_asked(const CommandLine *line) {
+    const Settings *s = &line->settings;
     if (s->score && s->generate) die("--score and --generate exclude each other: call the program once for each");
     const char *name = s->score ? "score" : "generate";
     const char *other = s->resume ? "resume" : s->init_from ? "init-from" : s->dry_run ? "dry-run" : NULL;
+    if (!other) other = settings_typed_of_training(line);
     if (given_model(s) && other) die("--%s trains nothing and takes no --%s: leave one of them out", name, other);
     if (s->score && !s->requests) die("--score needs --requests, a file with a request a line (doc/evaluation.md)");
     if (!s->score && s->requests) die("--requests is for --score: name the checkpoint that shall score them");
@@ -113,7 +115,7 @@ static void check_asked(const Settings *s) {
 // directory is this run's own before it is read: another run might replace it.
 static void plan_checkpoint(Plan *p, Logger *logger) {
     Settings *s = &p->line.settings;
-    check_asked(s);
+    check_asked(&p->line);
     s->generate = find_checkpoint(s->generate);
     s->score = find_checkpoint(s->score);
     s->init_from = find_checkpoint(s->init_from);

@@ -53,6 +53,11 @@ static const char USAGE[] =
     "Exit codes: 0 done, or stopped by a signal with a checkpoint saved; 2 bad input, or a file that can't be\n"
     "written; 3 the loss stopped being finite; 4 a rank was lost.\n";
 
+// Headings of what only training takes.
+#define LENGTH_HEADING "Length (the first to be reached ends the run; none: one epoch)"
+#define OPTIMIZER_HEADING "Optimizer"
+#define OUTPUT_HEADING "Output"
+
 // Writes the table of options, pointing into `s`. Returns how many rows there are.
 static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     const double many = 1e15;
@@ -113,12 +118,12 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "recipe-at", "STEP:RECIPE", &s->recipe_at,
             "from that step on another recipe, with adjustments of its own after commas, as in "
             "1000:mxfp8,scale-rounding=floor,wgrad-x=bf16 (the options above belong to --recipe); may be repeated"),
-        GROUP("Length (the first to be reached ends the run; none: one epoch)"),
+        GROUP(LENGTH_HEADING),
         INT("max-steps", "N", &s->max_steps, 0, many, "optimizer steps; 0: no limit, as for the next three"),
         INT("max-tokens", "N", &s->max_tokens, 0, many, "training tokens"),
         FLOAT("epochs", "N", &s->epochs, 0, 1e9, "passes over the training data, such as 3 or 0.5"),
         FLOAT("max-minutes", "MINUTES", &s->max_minutes, 0, 1e9, "of training"),
-        GROUP("Optimizer"),
+        GROUP(OPTIMIZER_HEADING),
         CHOICE("optimizer", "NAME", &s->optimizer, OPTIMIZERS,
                "adamw; or muon for the matrices of the blocks' linear layers, with adamw for all else"),
         FLOAT("learning-rate", "LR", &s->schedule.learning_rate, 0, 1e38, "peak learning rate"),
@@ -182,7 +187,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
               "after which a rank that doesn't answer ends the run; ten times as many while a checkpoint is written"),
         STRING("comm-file", "PATH", &s->comm_file,
                "on GPUs: a file that all ranks see, to find each other without MPI or TCP"),
-        GROUP("Output"),
+        GROUP(OUTPUT_HEADING),
         STRING("out-dir", "DIR", &s->out_dir, "for log.jsonl and checkpoints; where it isn't given, runs/DATE-TIME"),
         STRING("run-name", "NAME", &s->run_name,
                "what plots and lists call the run; where it isn't given, its directory's name"),
@@ -251,6 +256,20 @@ bool settings_given(const CommandLine *line, const void *value) {
 
 bool settings_typed(const CommandLine *line, const void *value) {
     return options_typed(line->options, line->num_options, value);
+}
+
+const char *settings_typed_of_training(const CommandLine *line) {
+    bool is_of_training = false;
+    for (int i = 0; i < line->num_options; i++) {
+        const Option *option = &line->options[i];
+        if (option->type == OPTION_GROUP) {
+            is_of_training = strcmp(option->name, LENGTH_HEADING) == 0 ||
+                             strcmp(option->name, OPTIMIZER_HEADING) == 0 || strcmp(option->name, OUTPUT_HEADING) == 0;
+        } else if (is_of_training && option->was_typed) {
+            return option->name;
+        }
+    }
+    return NULL;
 }
 
 bool settings_is_of_recipe(const CommandLine *line, const Option *option) {

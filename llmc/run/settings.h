@@ -82,5 +82,9 @@ bool settings_given(const CommandLine *line, const void *value);
 // The same of the command line alone, not of --config.
 bool settings_typed(const CommandLine *line, const void *value);
 
+// Returns the name of an option that the command line has and only training takes: of its length,
+// of its optimizer, or of what it writes. NULL where there is none.
+const char *settings_typed_of_training(const CommandLine *line);
+
 // Returns whether an option is one of a recipe's, --recipe among them.
 bool settings_is_of_recipe(const CommandLine *line, const Option *option);
