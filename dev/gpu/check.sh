@@ -19,9 +19,10 @@
 # a directory of programs that were built elsewhere (make gpu-tests BUILD=DIR), for minutes that are
 # too short to build in. BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. LIMIT is
 # the seconds it may take, where something else ends it before the minutes are over. What hasn't
-# begun then is left out. It keeps to the GPUs of CUDA_VISIBLE_DEVICES, which CUDA numbers as
-# nvidia-smi does here; what takes one takes the first. DEVICE=cpu BATCH=1 TURN=1 goes through the
-# motions without a card, on models of one layer.
+# begun then is left out. So it is after Ctrl-C or SIGTERM: once the step that runs has ended, the
+# report is made of what there is. It keeps to the GPUs of CUDA_VISIBLE_DEVICES, which CUDA numbers
+# as nvidia-smi does here; what takes one takes the first. DEVICE=cpu BATCH=1 TURN=1 goes through
+# the motions without a card, on models of one layer.
 set -uo pipefail
 export LC_ALL=C # in other languages EPOCHREALTIME has a comma
 caller=$PWD
@@ -87,6 +88,8 @@ turn_seconds=${TURN:-32} # of a contender in each round, after its first steps
 case $minutes in 10) rounds=2 ;; 30) rounds=3 ;; *) rounds=5 ;; esac
 fp8_rounds=$((rounds < 5 ? 2 : rounds)) # a Hopper's FP8 is far from its goals (README.md beside this)
 limit_seconds=$((${LIMIT:-60 * minutes} - 10)) # what is left is for the report
+over="$limit_seconds s were over"
+trap 'limit_seconds=0 over="the check was ended"' INT TERM
 mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
 : >"$rows"
@@ -98,16 +101,20 @@ step() {
   shift 2
   limit=$((left < wanted ? left : wanted))
   if [ "$limit" -lt 1 ]; then
-    set -- bash -c "echo 'left out: $limit_seconds s were over'; exit 124"
+    set -- bash -c "echo 'left out: $over'; exit 124"
   elif [ "$(type -t "$1")" != function ]; then
     set -- timeout -k 5 "$limit" "$@"
   fi
   "$@" >"$out/$name.log" 2>&1
   code=$?
   tenths=$(((${EPOCHREALTIME/./} - start) / 100000))
+  if [ "$code" -ne 0 ] && [ "$limit_seconds" -eq 0 ] && [ "$limit" -ge 1 ]; then
+    code=124
+    echo "left out: $over while it ran" >>"$out/$name.log"
+  fi
   if [ "$code" -eq 137 ] && [ "$tenths" -ge $((10 * limit)) ]; then code=124; fi # its time was over, and it had to be killed
   if [ "$code" -eq 124 ] && [ "$limit" -ge 1 ] && [ "$limit" -lt "$wanted" ] && [ "$tenths" -ge $((10 * limit - 10)) ]; then
-    echo "left out: $limit_seconds s were over while it ran" >>"$out/$name.log"
+    echo "left out: $over while it ran" >>"$out/$name.log"
   fi
   printf '%s\t%d\t%d.%d\t%s\n' "$name" "$code" $((tenths / 10)) $((tenths % 10)) \
     "$(tail -n 1 "$out/$name.log" | tr '\t|\r\f\v' '     ' | cut -c1-200)" >>"$rows"
@@ -286,6 +293,7 @@ turn() { # directory, command...
     steps=$(steps_in "$directory")
     if [ "$steps" -ge 3 ] && [ -z "$begun" ]; then begun=$SECONDS; fi
     if [ -n "$begun" ] && [ $((SECONDS - begun)) -ge "$turn_seconds" ]; then break; fi
+    if [ "${limit_seconds-}" = 0 ]; then break; fi
     sleep 0.2
   done
   if ! kill -0 $pid 2>/dev/null; then

@@ -7,8 +7,10 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -430,6 +432,25 @@ def test_a_check_has_a_directory_of_its_own(tmp_path):
     done = check_without_build(out)
     assert done.returncode == 2 and done.stdout == "" and (out / "rows.tsv").read_text() == before
     assert done.stderr == f"check.sh: {out} holds a check already: name another directory, or remove that one\n"
+
+
+@pytest.mark.parametrize("sign, to_all", [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_check_that_is_ended_has_a_report(tmp_path, sign, to_all):
+    """By Ctrl-C, which reaches all of the terminal's processes, or by SIGTERM of the script alone."""
+    out = tmp_path / "out"
+    write(tmp_path / "bin/make", "#!/bin/sh\ntouch begun\nsleep 3\nexit 1\n".replace("begun", str(tmp_path / "begun")))
+    (tmp_path / "bin/make").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    process = subprocess.Popen([ROOT / "dev/gpu/check.sh", "10", out], env=environment, stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (os.killpg if to_all else os.kill)(process.pid, sign)
+    printed = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 1 and printed[-1].startswith("VERDICT: INCOMPLETE (1 PASS, 0 FAIL"), printed
+    rows = dict(line.split("\t")[::3] for line in (out / "rows.tsv").read_text().splitlines())
+    assert rows["build"] == "left out: the check was ended while it ran" and (out / "report.md").exists()
 
 
 @pytest.mark.skipif(not Path("/usr/share/i18n/locales/de_DE").exists(), reason="no language with a decimal comma can be made")
