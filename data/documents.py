@@ -24,6 +24,7 @@ PIECE_CHARS = 2**18
 # In a text file end-of-text separates documents; the end of its line belongs to neither.
 SEPARATOR = re.compile(re.escape(END_OF_TEXT) + r"(?:\r?\n)?")
 LONGEST_SEPARATOR = len(END_OF_TEXT) + 2
+WRITTEN_NAMES = ("tokenizer.json", "tokenizer_config.json", "source.json")  # beside tokenizer.bin, of a data set or checkpoint
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 UNPACKERS = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zXZ\0": "unxz"}
 
@@ -113,11 +114,14 @@ def data_files(directory):
 
 
 def text_files(directory, text_field):
-    """Returns those with a data set's endings, and all others that are text. Says where a .json has rows, which aren't read
-    as such there."""
-    files, others = [], []
+    """Returns those with a data set's endings, and all others that are text, but for what was written beside tokens. Says
+    where a .json has rows, which aren't read as such there."""
+    files, others, written = [], [], []
     for file in files_within(directory):
-        (files if file.suffix in DATA_SUFFIXES or is_text(file) else others).append(file)
+        kind = written if is_written(file) else files if file.suffix in DATA_SUFFIXES or is_text(file) else others
+        kind.append(file)
+    if written:
+        print(f"{directory}: left out {len(written)} files that were written beside tokens, such as {written[0]}")
     if not files:
         raise InputError(f"the directory {directory} holds no text (files whose names begin with a dot don't count)")
     if others:
@@ -127,6 +131,11 @@ def text_files(directory, text_field):
     if rows:
         print(f"{directory}: {rows[0]} is read as text, as .json is in a directory: name it itself to read it as JSON lines")
     return files
+
+
+def is_written(path):
+    """Whether a file describes a data set that was made here, perhaps by this program's last call, or a checkpoint."""
+    return path.name in WRITTEN_NAMES and path.with_name("tokenizer.bin").is_file()
 
 
 def is_text(path):

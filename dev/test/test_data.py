@@ -335,6 +335,17 @@ def test_what_is_no_text_is_left_out_of_a_directory(tmp_path, capsys):
         run_prepare(tmp_path, "--input", directory, name="other")
 
 
+def test_a_data_set_within_the_directory_is_no_text(tmp_path, capsys):
+    """A second call finds what the first one wrote; a project's own files of these names are text."""
+    directory = tmp_path / "in"
+    write(directory / "a.py", "one"), write(directory / "z/tokenizer.json", '{"own": 1}')
+    for _ in range(2):
+        out = run_prepare(directory, "--input", directory, "--val-fraction", 0, "--overwrite")
+        write(out / "source.json", "{}")
+        assert decoded_documents(out, "train") == ["one", '{"own": 1}']
+    assert f"left out 3 files that were written beside tokens, such as {out / 'source.json'}" in capsys.readouterr().out
+
+
 def test_end_of_text_separates_documents_of_a_text_file(tmp_path):
     file = write(tmp_path / "a.txt", "one\n<|endoftext|>\ntwo\n<|endoftext|>\r\n<|endoftext|>three<|endoftext|> four")
     out = run_prepare(tmp_path, "--input", file, "--val-fraction", 0)
