@@ -140,7 +140,8 @@ def is_written(path):
 
 def is_text(path):
     try:
-        check_start(path)
+        for _ in text_file_pieces(path):
+            pass
     except InputError:
         return False
     return True

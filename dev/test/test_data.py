@@ -325,6 +325,10 @@ def test_what_is_no_text_is_left_out_of_a_directory(tmp_path, capsys):
     out = run_prepare(tmp_path, "--input", directory, "--val-fraction", 0)
     assert decoded_documents(out, "train") == [content for content in SOURCES.values() if content]
     assert f"left out 3 of 9 files that aren't UTF-8 text, such as {directory / 'image.png'}" in capsys.readouterr().out
+    write(directory / "ChangeLog", b"ASCII at first\n" * 50_000 + NO_TEXT["latin.c"])
+    assert decoded_documents(run_prepare(tmp_path, "--input", directory, "--overwrite", "--val-fraction", 0), "train")
+    assert f"left out 4 of 10 files that aren't UTF-8 text, such as {directory / 'ChangeLog'}" in capsys.readouterr().out
+    (directory / "ChangeLog").unlink()
     write(directory / "book.txt", NO_TEXT["latin.c"])  # which is meant to be text
     with pytest.raises(InputError, match="book.txt is not UTF-8 text"):
         run_prepare(tmp_path, "--input", directory, name="other")
