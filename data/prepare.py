@@ -249,6 +249,8 @@ def quoted_pattern(directory, pattern):
 
 def run(main):
     """Calls main(arguments) and turns what the user can cause into one sentence and exit code 2."""
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files are printed as the bytes that they are
     try:
         try:
             main(sys.argv[1:])

@@ -779,6 +779,15 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         assert result.stderr.startswith(program + ": ") and result.stderr.count("\n") == 1 and words in result.stderr
 
 
+def test_names_that_are_not_utf8_are_printed_as_they_are(tmp_path):
+    """Python's own output refuses them under a locale such as en_US.UTF-8, though not under C."""
+    write(tmp_path / "in/a.txt", STORY * 30), write(tmp_path / "in" / os.fsdecode(b"caf\xe9.png"), b"\0")
+    result = subprocess.run([sys.executable, DATA / "prepare.py", "--input", "in", "--out-dir", b"d\xe9"], cwd=tmp_path,
+                            capture_output=True, check=False, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
+    assert result.returncode == 0, result
+    assert b"such as in/caf\xe9.png\n" in result.stdout and b"--train-data 'd\xe9/train_*.bin'" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "words"),
     [
