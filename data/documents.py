@@ -286,15 +286,16 @@ def table_rows(path, text_field):
         import pyarrow.parquet
     except ImportError:
         raise InputError(f"reading {path} needs pyarrow: pip install -r data/requirements.txt") from None
+    name = os.fsencode(path)  # which may not be UTF-8
     try:
         if path.suffix == ".parquet":
-            with pyarrow.parquet.ParquetFile(path) as file:
+            with pyarrow.OSFile(name) as source, pyarrow.parquet.ParquetFile(source) as file:
                 check_column(file.schema_arrow, text_field, path)
                 batches = file.iter_batches(batch_size=1024, columns=[text_field])
                 yield from column_texts(batches, text_field)
         else:
             # Arrow's stream format is what the datasets library saves; its file format begins with ARROW1
-            with pyarrow.memory_map(str(path)) as file:
+            with pyarrow.memory_map(name) as file:
                 is_file = file.read(6) == b"ARROW1"
                 file.seek(0)
                 with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader:

@@ -405,7 +405,9 @@ def test_parquet_and_arrow(tmp_path):
                                  ("coded.arrow", pyarrow.ipc.new_stream, coded)):
         with write_as(str(tmp_path / name), rows.schema) as stream:
             stream.write_table(rows)
-    for name in ("a.parquet", "b.arrow", "file.arrow", "coded.arrow"):
+    for name in ("a.parquet", "b.arrow"):
+        shutil.copy(tmp_path / name, tmp_path / os.fsdecode(b"\xe9" + name.encode()))
+    for name in ("a.parquet", "b.arrow", "file.arrow", "coded.arrow", "\udce9a.parquet", "\udce9b.arrow"):
         out = run_prepare(tmp_path, "--input", tmp_path / name, "--val-fraction", 0, name=name + "-out")
         assert decoded_documents(out, "train") == ["one", STORY]
     numbers = table.set_column(1, "text", table["n"].dictionary_encode())
