@@ -80,6 +80,15 @@ def without_mark():
     return content
 
 
+def with_added(normalized):
+    """The same with a token that was added and isn't special; the library's own default is that it is normalized."""
+    content = llama_like()
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    token = {"id": len(content["model"]["vocab"]), "content": "|||X|||", "normalized": normalized, **flags}
+    content["added_tokens"].append(token)
+    return content
+
+
 def split_like():
     """What the C side doesn't know: words cut by an expression of its own."""
     content = neox_like()
@@ -89,7 +98,8 @@ def split_like():
     return content
 
 
-MADE = {"neox-like": neox_like, "llama-like": llama_like, "without-mark": without_mark, "split-like": split_like}
+MADE = {"neox-like": neox_like, "llama-like": llama_like, "without-mark": without_mark, "added": lambda: with_added(False),
+        "added-normalized": lambda: with_added(True), "split-like": split_like}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +140,7 @@ def own_lines(directory, given):
 NEOX = pytest.param("gpt-neox", marks=pytest.mark.skipif("EVALUATION_WHEEL" not in os.environ, reason="EVALUATION_WHEEL doesn't name it"))
 
 
-@pytest.mark.parametrize("kind", ["byte", "train:400", "gpt2", "neox-like", "llama-like", "without-mark", NEOX])
+@pytest.mark.parametrize("kind", ["byte", "train:400", "gpt2", "neox-like", "llama-like", "without-mark", "added", NEOX])
 def test_ids_are_the_librarys(data, kind):
     given, directory = [*texts(len(kind)), " " * 400], data(kind)
     lines, theirs, refused = own_lines(directory, given), library(directory), 0
@@ -142,6 +152,11 @@ def test_ids_are_the_librarys(data, kind):
             assert [int(word) for word in line.split()] == encoding.ids, repr(text)
     print(f"{kind}: {len(given)} texts, {refused} of them refused")
     assert refused < len(given) / 4
+
+
+def test_what_would_have_other_ids_is_refused(data):
+    (line,) = own_lines(data("added-normalized"), ["a"])
+    assert line.startswith("! tokenizer.json has tokens, merges or added tokens that don't fit")
 
 
 def tokens_of(path):

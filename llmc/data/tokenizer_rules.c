@@ -106,6 +106,8 @@ static bool read_added(TokenizerRules *rules, const JsonValue *tokens, int vocab
         if (flag(token, "special")) continue;
         if (!name || !name[0] || !json_int64(token, "id", &id) || id < 0 || id >= vocab_size) return false;
         if (flag(token, "lstrip") || flag(token, "rstrip") || flag(token, "single_word")) return false;
+        // Where spaces are marked a normalized one is found as it is marked itself.
+        if (rules->marks_spaces && flag(token, "normalized")) return false;
         rules->added[rules->num_added++] = (TokenName){name, (int32_t)id};
     }
     qsort(rules->added, (size_t)rules->num_added, sizeof(*rules->added), compare_lengths);
