@@ -166,8 +166,12 @@ def check_json(path, text_field):
 
 
 def first_object(path):
-    """Returns the object that is the first line of a file that isn't blank; None where that line is something else."""
+    """Returns the object that is the first line of a file that isn't blank; None where that line is something else, such as an
+    array, which may hold all of the data and isn't read."""
     with open(path, "rb") as file:
+        if not file.read(PIECE_CHARS).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+            return None
+        file.seek(0)
         return json_object(next((line for line in file if line.strip()), b""))
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tracemalloc
 import urllib.error
 import zlib
 from pathlib import Path
@@ -242,6 +243,16 @@ def test_json_that_is_not_json_lines_is_refused(tmp_path, content):
     write(tmp_path / "in/b.c", "int x;\n")
     out = run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
     assert decoded_documents(out, "train") == [*filter(None, [content]), "int x;\n"]
+
+
+def test_an_array_on_one_line_is_not_read_to_be_refused(tmp_path):
+    file = write(tmp_path / "a.json", "[" + '{"text": "words"},' * 500_000 + "{}]")
+    tracemalloc.start()
+    assert "is not JSON lines" in bad_input(tmp_path, "--input", file)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    print(f"{most} of {file.stat().st_size} bytes")
+    assert most < file.stat().st_size / 2
 
 
 def test_json_lines_in_a_directory(tmp_path, capsys):
