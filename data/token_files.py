@@ -6,6 +6,7 @@ all of it is on the disk: a reader never sees half a data set.
 
 import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def header_bytes(magic, version, *values):
 
 
 class AtomicFiles:
-    """Files of one directory that appear together at commit(), or, on any exception before it, not at all."""
+    """Files of one directory that appear together at commit(), or, on any exception before it, not at all. Only one program at
+    a time writes into it so."""
 
     def __init__(self, directory):
         self.directory = Path(directory)
@@ -43,6 +45,16 @@ class AtomicFiles:
 
     def __enter__(self):
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.opened = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(self.opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.opened)
+            raise InputError(
+                f"another program is writing into {self.directory}: wait for it, stop it, or choose another directory"
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
         return self
 
     def __exit__(self, kind, exception, traceback):
@@ -53,6 +65,7 @@ class AtomicFiles:
         if exception and self.is_new:
             with contextlib.suppress(OSError):  # someone else's file is in it
                 self.directory.rmdir()
+        os.close(self.opened)
         if isinstance(exception, OSError) and exception.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InputError(f"no space left for {self.directory}: free some, or choose another --out-dir") from None
 
@@ -68,11 +81,7 @@ class AtomicFiles:
         for path, file in self.files.items():
             os.replace(file.name, path)
         self.files.clear()
-        directory = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        os.fsync(self.opened)
 
 
 def sync_and_close(file):

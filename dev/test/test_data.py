@@ -774,6 +774,19 @@ def test_wide_tokenizer_makes_uint32_files(tmp_path):
     assert decoded_documents(out, "train") == [STORY]
 
 
+def test_one_call_at_a_time_writes_into_a_directory(tmp_path):
+    book = write(tmp_path / "a.txt", STORY)
+    with AtomicFiles(tmp_path / "out"):
+        assert bad_input(tmp_path, "--input", book).startswith(f"another program is writing into {tmp_path / 'out'}: ")
+    run_prepare(tmp_path, "--input", book)
+
+
+def test_a_data_set_that_came_since_is_left_alone(tmp_path):
+    out = run_prepare(tmp_path, "--input", write(tmp_path / "a.txt", STORY))
+    with pytest.raises(InputError, match="holds a data set already"):
+        prepare.prepare(lambda: iter(()), SimpleNamespace(out_dir=out, overwrite=False))
+
+
 # bad input
 
 
