@@ -1151,6 +1151,29 @@ static void test_gemm_kernels(void **state) {
         pool_release();
     }
 }
+
+// Primitives are kept by shape, but there may be more shapes than are kept.
+static void test_gemm_of_many_shapes(void **state) {
+    (void)state;
+    enum { SIDE = 70, K = 3 };
+    Tensor a = take_tensor(FORMAT_FP32, SIDE, K), b = take_tensor(FORMAT_FP32, K, SIDE);
+    Tensor d = take_tensor(FORMAT_FP32, SIDE, SIDE);
+    for (int64_t i = 0; i < SIDE; i++) {
+        for (int64_t k = 0; k < K; k++) {
+            tensor_set(a, i, k, (double)(i + k));
+            tensor_set(b, k, i, (double)(i - k));
+        }
+    }
+    omp_set_num_threads(2);
+    for (int64_t at = 0; at < SIDE * SIDE; at++) {
+        int64_t M = at / SIDE + 1, N = at % SIDE + 1, m = M - 1, n = N - 1;
+        Tensor part = tensor_cols(tensor_rows(d, 0, M), 0, N);
+        onednn_matmul(part, tensor_rows(a, 0, M), tensor_cols(b, 0, N), NULL, (GemmOptions){0});
+        double expected = (double)(m * n + (m + 1) * (n - 1) + (m + 2) * (n - 2));
+        assert_true(tensor_get(part, m, n) == expected);
+    }
+    pool_release();
+}
 #endif
 
 // Multiplies by our own loops, whatever the machine has: more rows, columns and K than one block of
@@ -1394,6 +1417,7 @@ int main(void) {
         cmocka_unit_test(test_gemm),
 #ifdef HAVE_ONEDNN
         cmocka_unit_test(test_gemm_kernels),
+        cmocka_unit_test(test_gemm_of_many_shapes),
 #endif
         cmocka_unit_test(test_gemm_packed),
         cmocka_unit_test(test_gemm_causal),

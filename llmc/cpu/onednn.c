@@ -1,9 +1,10 @@
 /*
 BF16 GEMMs through oneDNN's matmul primitive, strided, with a sum post-op to accumulate, and a
-binary one to multiply by alpha before that. A primitive for each shape is made once and kept; so
-are each thread's memory handles and scratch, so that a call allocates nothing. Scratch is given to
-oneDNN by us: a primitive that manages its own can't run on several threads at once. Takes oneDNN 2,
-as Debian 12 has it, and 3, as Debian 13 does: what differs between their interfaces stands first.
+binary one to multiply by alpha before that. A primitive for each shape is made once and kept, of
+some thousands; so are each thread's memory handles and scratch, so that a call allocates nothing.
+Scratch is given to oneDNN by us: a primitive that manages its own can't run on several threads at
+once. Takes oneDNN 2, as Debian 12 has it, and 3, as Debian 13 does: what differs between their
+interfaces stands first.
 */
 #include "cpu.h"
 #include "onednn.h"
@@ -34,6 +35,10 @@ static Descriptor descriptor_copy(Descriptor descriptor) {
     return result;
 }
 
+static void descriptor_destroy(Descriptor descriptor) {
+    CALL(dnnl_memory_desc_destroy, (dnnl_memory_desc_t)descriptor);
+}
+
 static void append_sum(dnnl_post_ops_t post_ops) {
     CALL(dnnl_post_ops_append_sum, post_ops, 1.0f, 0, dnnl_data_type_undef);
 }
@@ -58,6 +63,8 @@ static Descriptor descriptor_create(dnnl_data_type_t type, dnnl_dims_t dims, dnn
     CALL(dnnl_memory_desc_init_by_strides, &result, 2, dims, type, strides);
     return descriptor_copy(&result);
 }
+
+static void descriptor_destroy(Descriptor descriptor) { free((void *)descriptor); }
 
 static void append_sum(dnnl_post_ops_t post_ops) { CALL(dnnl_post_ops_append_sum, post_ops, 1.0f); }
 
@@ -99,10 +106,11 @@ typedef struct {
 
 static _Thread_local Buffer scratchpad;
 
-// Entries are never moved or removed once they are in the table, so that they can be read while
-// another is added.
+// Within a parallel region entries aren't moved or removed once they are in the table, so that they
+// can be read while another is added.
 enum { TABLE_SIZE = 4096 };
 static Entry *table[TABLE_SIZE];
+static int num_entries;
 static dnnl_engine_t engine;
 static dnnl_stream_t stream;
 
@@ -220,6 +228,31 @@ static Entry *entry_create(const Shape *s) {
     return entry;
 }
 
+static void entry_free(Entry *entry) {
+    for (int64_t thread = 0; thread < entry->shape.threads; thread++) {
+        for (int i = 0; i < ARGS; i++) {
+            if (entry->descriptors[i]) CALL(dnnl_memory_destroy, entry->args[thread][i].memory);
+        }
+    }
+    for (int i = 0; i < ARGS; i++) {
+        if (entry->descriptors[i]) descriptor_destroy(entry->descriptors[i]);
+    }
+    CALL(dnnl_primitive_destroy, entry->primitive);
+    free(entry->args);
+    free(entry);
+}
+
+// Empties the table where it is half full: scores of texts of many lengths come to thousands of
+// shapes.
+static void make_room(void) {
+    if (num_entries <= TABLE_SIZE / 2) return;
+    for (int slot = 0; slot < TABLE_SIZE; slot++) {
+        if (table[slot]) entry_free(table[slot]);
+        table[slot] = NULL;
+    }
+    num_entries = 0;
+}
+
 static uint32_t shape_hash(const Shape *shape) {
     uint64_t fields[sizeof(*shape) / sizeof(uint64_t)], hash = 0;
     memcpy(fields, shape, sizeof(fields));
@@ -234,10 +267,13 @@ static uint32_t shape_hash(const Shape *shape) {
 static const Entry *find_entry(const Shape *shape) {
     uint32_t slot = shape_hash(shape);
     for (int probes = 0; probes < TABLE_SIZE; probes++, slot = (slot + 1) % TABLE_SIZE) {
-        if (!table[slot]) table[slot] = entry_create(shape);
+        if (!table[slot]) {
+            table[slot] = entry_create(shape);
+            num_entries++;
+        }
         if (memcmp(&table[slot]->shape, shape, sizeof(*shape)) == 0) return table[slot];
     }
-    die("internal error: more than %d shapes of GEMMs in one run", TABLE_SIZE);
+    die("internal error: more than %d shapes of GEMMs in one parallel region", TABLE_SIZE);
 }
 
 static Shape shape_of(Tensor d, Tensor a, Tensor b, const float *alpha, GemmOptions options) {
@@ -267,6 +303,7 @@ void onednn_matmul(Tensor d, Tensor a, Tensor b, const float *alpha, GemmOptions
 #pragma omp critical(onednn)
     {
         start();
+        if (!shape.in_parallel) make_room();
         entry = find_entry(&shape);
     }
 
