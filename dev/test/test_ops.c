@@ -1396,6 +1396,19 @@ static void test_memory(void **state) {
     pool_release();
 }
 
+// Threads keep scratch that no plan has: a thousand's is more than other programs take or give back
+// meanwhile.
+static void test_memory_of_threads(void **state) {
+    (void)state;
+    enum { THREADS = 1024 };
+    omp_set_num_threads(1);
+    double before = backend->available_memory();
+    omp_set_num_threads(THREADS);
+    double taken = before - backend->available_memory();
+    omp_set_num_threads(1);
+    assert_true(taken > 0.5 * THREADS * (double)matmul_bytes_of_thread());
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_vector_math),
@@ -1426,6 +1439,7 @@ int main(void) {
         cmocka_unit_test(test_nan_of_rows),
         cmocka_unit_test(test_nan_of_attention),
         cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_memory_of_threads),
     };
     backend = backend_cpu();
     char text[512];

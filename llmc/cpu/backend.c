@@ -86,8 +86,12 @@ size_t cpu_reduction_workspace(int64_t rows, int64_t cols) {
     return 0;
 }
 
-// What the libraries' code, the threads' stacks and file buffers take besides.
-static double available_memory(void) { return system_available_memory() - 64e6; }
+// Leaves out what is taken besides: by the threads' scratch, their stacks, the libraries' code and
+// file buffers.
+static double available_memory(void) {
+    double of_threads = omp_get_max_threads() * (double)matmul_bytes_of_thread();
+    return system_available_memory() - 64e6 - of_threads;
+}
 
 static void release(void *memory) { free(memory); }
 static void copy_host(void *out, const void *in, size_t bytes) { memcpy(out, in, bytes); }

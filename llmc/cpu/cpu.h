@@ -46,6 +46,9 @@ int64_t cpu_attention_rows(Format dtype);
 // are read, their factors left out. What is beyond the diagonal, as above, is passed over.
 void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values, int64_t diagonal);
 
+// Returns the bytes that each thread keeps which has called it.
+size_t matmul_bytes_of_thread(void);
+
 // Makes d of a product in FP32, which it overwrites: alpha times the product (+ bias), added to d
 // where options say so.
 void cpu_finish_product(Tensor d, Tensor product, float alpha, GemmOptions options);

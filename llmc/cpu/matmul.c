@@ -59,6 +59,8 @@ static Tensor tensor_part(Tensor x, int64_t row, int64_t col, int64_t rows, int6
     return tensor_cols(tensor_rows(x, row, min_int64(rows, x.rows - row)), col, min_int64(cols, x.cols - col));
 }
 
+size_t matmul_bytes_of_thread(void) { return sizeof(Scratch); }
+
 // Returns the calling thread's scratch, which it keeps.
 static Scratch *scratch_of_thread(void) {
     static _Thread_local Scratch *scratch;
