@@ -29,7 +29,7 @@ Sources: arXiv 2509.25149 (NVFP4), whose Transformer Engine takes size 16 and th
 enum { HADAMARD_LARGEST = 128 };
 
 typedef struct {
-    int64_t size; // of a group, a power of two up to HADAMARD_LARGEST; 0: no transform
+    int64_t size; // of a group, a power of two from 16 to HADAMARD_LARGEST; 0: no transform
     // Bit i % 32 of word i / 32: sigma's element i is -1.
     uint32_t minus[HADAMARD_LARGEST / 32];
 } Hadamard;
