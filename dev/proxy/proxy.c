@@ -824,8 +824,8 @@ static bool is_first_line_begun(const char *line, int64_t bytes) {
            ((int64_t)strlen(line) == bytes && line[bytes - 1] != '\n' && strncmp(line, BEGINS, length) == 0);
 }
 
-// Finds what a run goes on from: run->settings.load, run->log_position, and the options that aren't
-// given; changes nothing of these where there is no state.
+// Finds what a run goes on from: run->settings.load and run->log_position, where there is a state,
+// and the options that aren't given, which a run that starts anew keeps too.
 static void find_state(Run *run) {
     Settings *s = &run->settings;
     const char *given = s->load;
@@ -841,9 +841,9 @@ static void find_state(Run *run) {
     }
     check_own_log(run, config, is_first_line_begun(line, position));
     const char *state = s->load;
-    const JsonValue *options = state != given && config ? json_get(config, "options") : NULL;
+    const JsonValue *options = config ? json_get(config, "options") : NULL;
     if (options) options_read_json(run->options, run->num_options, options, false, OR_DIE);
-    s->load = state;
+    if (state != given) s->load = state;
     json_free(config);
     if (log) fclose(log);
     free(line);

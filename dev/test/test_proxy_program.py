@@ -374,6 +374,20 @@ def test_a_resumed_run_keeps_what_is_not_given(tmp_path):
     assert [e["recipe"]["name"] for e in events(tmp_path / "run", "config")] == ["mxfp4", "mxfp4", "fp32"]
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_run_that_starts_anew_keeps_what_is_not_given(tmp_path, loaded):
+    """The log of a run that was cut off before its first state has its options, a state to start from among them."""
+    train(tmp_path / "before", *SMALL, "--steps", 4, "--save-at", 4)
+    begun = ["--load", tmp_path / "before/step_000004.safetensors", "--threads", 1] if loaded else SMALL
+    whole = train(tmp_path, *begun, "--recipe", "mxfp4", "--steps", 9)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "log.jsonl").write_text("".join(lines[:3]))
+    made = train(tmp_path, "--steps", 9, "--resume")
+    losses = [[(e["step"], e["loss"]) for e in log if e["event"] == "train"] for log in (whole, made)]
+    assert losses[0] == losses[1] and len(losses[0]) == (5 if loaded else 9)
+    assert made[0]["recipe"]["name"] == "mxfp4"
+
+
 def refused(directory, *arguments):
     """Returns the sentence with which the program refuses, and leaves every file in the directory as it was."""
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
