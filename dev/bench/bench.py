@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -640,12 +641,18 @@ def parse_arguments():
     args = parser.parse_args()
     args.build = args.build.resolve()
     args.out = args.out or args.build / "bench.json"
-    for option, path, file in (("--build", args.build, "bench_ops"), ("--llmc", args.llmc, "train_gpt2.c"),
-                               ("--microxcaling", args.microxcaling, "mx/linear.py")):
+    for option, path, file in (*(("--build", args.build, file) for file in ("bench_ops", "train_gpt_mxfp8", "settings")),
+                               ("--llmc", args.llmc, "train_gpt2.c"), ("--microxcaling", args.microxcaling, "mx/linear.py")):
         if path and not (Path(path) / file).exists():
             fail(f"{option} {path} has no {file}: name a directory that does")
-    if args.rounds is not None and args.rounds < 1:
-        fail(f"--rounds {args.rounds}: give a number of rounds, 1 or more")
+    for name, number in ("rounds", args.rounds), ("threads", args.threads):
+        if number is not None and number < 1:
+            fail(f"--{name} {number}: give a number of {name}, 1 or more")
+    for part in args.only.split(","):
+        if part not in GROUPS.split(","):
+            fail(f"--only {part} is unknown: choose from {GROUPS}")
+    if args.out.is_dir() or not os.access(args.out.parent, os.W_OK):  # found now, not when all is measured
+        fail(f"--out {args.out} can't be written: name a file in a directory that is there and can be written to")
     if args.torch_python and not shutil.which(args.torch_python):
         fail(f"--torch-python {args.torch_python} is no program: name the interpreter of an environment with torch")
     return args
@@ -653,19 +660,15 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    parts = args.only.split(",")
     machine = Instructions(args.build)
     report = {"machine": describe_machine(args.threads), "instructions": machine.describe(), "commit": commit(),
               "quick": args.quick, "processor_time": args.processor_time, "load_before": os.getloadavg()[0],
               "date": datetime.datetime.now().isoformat(timespec="seconds")}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         bench = Bench(args, Path(directory), machine)
-        for part in parts:
-            measure = getattr(bench, f"measure_{part}", None)
-            if not measure:
-                fail(f"--only {part} is unknown: choose from {GROUPS}")
+        for part in args.only.split(","):
             print(f"{part} ...", flush=True)
-            measure()
+            getattr(bench, f"measure_{part}")()
     report |= {"load_after": os.getloadavg()[0], "rows": bench.rows, "left_out": bench.left_out,
                "operations": bench.operations}
     temporary = args.out.with_suffix(".tmp")
@@ -676,4 +679,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("bench.py: stopped before all was measured; nothing was written", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -4,6 +4,7 @@ under its limit. Programs are made up, which print what ours does on such a proc
 import argparse
 import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -236,3 +237,39 @@ def test_report_says_what_is_under_its_limit(monkeypatch, bench_on, tmp_path, ca
 def test_machine_is_named(cpuinfo, name, tmp_path):
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert bench.describe_machine(3, tmp_path / "cpuinfo") == f"{name}, 3 threads"
+
+
+def run_bench(build, *arguments):
+    done = subprocess.run([sys.executable, ROOT / "dev/bench/bench.py", "--build", build, *arguments], text=True,
+                          capture_output=True, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def build(tmp_path):
+    (tmp_path / "bench_ops").touch()
+    return made_up_build(tmp_path, PROCESSORS["Zen 4"][0])
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--only", "start,nosuch"], "--only nosuch is unknown"),
+    (["--threads", "0"], "--threads 0: give a number of threads"),
+    (["--rounds", "0"], "--rounds 0: give a number of rounds"),
+    (["--out", "/nosuch/bench.json"], "--out /nosuch/bench.json can't be written"),
+    (["--out", "/"], "--out / can't be written"),
+])
+def test_bad_options_are_refused_before_anything_is_measured(build, arguments, said):
+    code, printed, sentence = run_bench(build, *arguments)
+    assert code == 2 and printed == "" and said in sentence and len(sentence.splitlines()) == 1, sentence
+
+
+@pytest.mark.parametrize("file", ["bench_ops", "train_gpt_mxfp8", "settings"])
+def test_a_build_that_lacks_a_file_is_refused(build, file):
+    (build / file).unlink()
+    assert run_bench(build) == (2, "", f"bench.py: --build {build} has no {file}: name a directory that does\n")
+
+
+def test_ctrl_c_is_one_sentence(build):
+    (build / "train_gpt_mxfp8").write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 5\n")
+    code, printed, sentence = run_bench(build)
+    assert (code, printed) == (130, "") and sentence == "bench.py: stopped before all was measured; nothing was written\n"
