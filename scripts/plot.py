@@ -94,7 +94,8 @@ def draw_loss(axes, runs):
         draw_curve(axes, steps, values, color)
         val_steps, val = run.series(run.val, "loss")
         axes.plot(val_steps, val, color=color, markevery=1 + len(val) // 50, **VAL)
-    axes.set(title="Loss", ylabel="nats per token", xlabel="step")
+    of_proxies = all(run.config.get("program") == "proxy" for run, _ in runs)  # squared errors, or a divergence
+    axes.set(title="Loss", ylabel=None if of_proxies else "nats per token", xlabel="step")
 
 
 def mark_not_finite(axes, runs):

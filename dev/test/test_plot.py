@@ -82,6 +82,16 @@ def test_panels_and_curves(tmp_path):
     assert axes_titles(single) == ["Loss", "Gradient norm (L2)", "Learning rate", "Throughput (tokens/s)"]
 
 
+def test_losses_have_their_unit(tmp_path):
+    """The proxy's are no cross-entropies of tokens."""
+    drawn = []
+    for program in "train_gpt_mxfp8", "proxy":
+        config, *log = events(20)
+        run = plot.Run(write_log(tmp_path / program, [config | {"program": program}, *log]))
+        drawn.append(plot.draw([(run, "black")]).axes[0].get_ylabel())
+    assert drawn == ["nats per token", ""]
+
+
 def gap_between(*runs):
     """The title and the points of the panel of differences."""
     figure = plot.draw([(run, "black") for run in runs])
