@@ -186,6 +186,10 @@ def has_effect(name, options):
     return needed.get(name, True)
 
 
+# What experiments give every run themselves, and log-every, since they read all steps.
+OWN_OPTIONS = ("recipe", "out-dir", "resume", "load", "log-every")
+
+
 class Runner:
     def __init__(self, settings):
         self.settings = settings
@@ -193,6 +197,8 @@ class Runner:
         self.base = self.scale["options"] | dict(parse_option(text) for text in settings.option)
         if not isinstance(self.base["steps"], int):
             raise InputError(f"--option steps={self.base['steps']}: give a number of steps, such as 2000")
+        if not isinstance(self.base["learning-rate"], (int, float)):
+            raise InputError(f"--option learning-rate={self.base['learning-rate']}: give a number, such as 1e-3")
         self.out_dir = settings.out_dir
 
     def run(self, label, options, before=None):
@@ -251,6 +257,8 @@ def parse_option(text):
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise InputError(f"--option takes NAME=VALUE, such as width=256, not '{text}'")
+    if name in OWN_OPTIONS:
+        raise InputError(f"--option {text}: --{name} is for the experiments to set; leave it out, or run build/proxy by itself")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -807,7 +815,8 @@ def main(arguments):
     parser.add_argument("--out-dir", type=Path, required=True, metavar="DIR", help="for runs, tables and pictures")
     parser.add_argument("--proxy", type=Path, default=ROOT / "build/proxy", metavar="FILE", help="the program")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the program, for every run, such as width=256, where it changes anything; may be repeated")
+                        help="of the program, such as width=256, for every run that doesn't set it itself, where it changes "
+                        "anything; may be repeated")
     settings = parser.parse_args(arguments)
     if not settings.proxy.is_file():
         raise InputError(f"{settings.proxy} isn't there: build it with make, or name it with --proxy")

@@ -670,6 +670,20 @@ def test_options_reach_the_program_as_they_were_given(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "steps=6K" in done.stderr
 
 
+@pytest.mark.parametrize("option, said", [
+    ("load=state.safetensors", "--load is for the experiments to set"),
+    ("out-dir=x", "--out-dir is for the experiments to set"),
+    ("recipe=bf16", "--recipe is for the experiments to set"), ("resume=true", "--resume is for the experiments to set"),
+    ("log-every=10", "--log-every is for the experiments to set"),
+    ("learning-rate=fast", "learning-rate=fast: give a number"),  # of which `optimizers` takes a part
+])
+def test_options_that_experiments_set_are_refused(tmp_path, option, said):
+    done = subprocess.run([sys.executable, ROOT / "dev/proxy/run.py", "optimizers", "--scale", "tiny", "--out-dir", tmp_path,
+                           "--proxy", PROXY, "--option", option], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_of_attention_reach_the_runs_that_have_it(tmp_path):
     """The program refuses them without; `variants` has a case with it and others."""
     lock = os.open(tmp_path, os.O_RDONLY)
