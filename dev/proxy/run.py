@@ -510,7 +510,7 @@ def draw_interventions(sets):
         draw_errors(axes[1, i], made, "The gradient's error", legend=False)
     for row in axes:
         same_scale(row)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=1 + 2 * len(sets), fontsize=7)
     return figure
 
 

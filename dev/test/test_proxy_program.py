@@ -760,6 +760,15 @@ def test_words_of_interventions_are_those_of_their_table(monkeypatch):
     assert seen.startswith("the reference diverged at step 50. From step 48 9 of 9 interventions didn't")
 
 
+@pytest.mark.parametrize("floor, columns", [([1.0, np.nan], 1), (UP_AND_BACK, 2)])
+def test_a_legend_of_interventions_is_within_the_picture(monkeypatch, floor, columns):
+    """Where the reference diverges so early that all start from one state, it has half the width."""
+    figure = report_of(monkeypatch, "interventions", ["FP32", "floor"], {"floor": floor})[-1]
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert len(figure.axes) == 2 * columns and box.x0 >= 0 and box.x1 <= figure.bbox.width, (box, figure.bbox)
+
+
 def test_interventions_over_seeds_are_compared_with_none(monkeypatch):
     """Both seeds' losses differ by as much, so that the interval is its mean."""
     losses = {"rceil": np.full(100, 1.1), "FP32": LOST}
