@@ -318,7 +318,10 @@ static void check_effects(const Run *run) {
                 {&s->adam.beta1, "--optimizer adam", is_adam || s->adam.beta1 == DEFAULTS.adam.beta1},
                 {&s->adam.beta2, "--optimizer adam", is_adam || s->adam.beta2 == DEFAULTS.adam.beta2},
                 {&s->adam.eps, "--optimizer adam", is_adam || s->adam.eps == DEFAULTS.adam.eps},
-                {&s->keep_states, "--save-every", s->save_every || s->keep_states == 0}};
+                {&s->keep_states, "--save-every", s->save_every || s->keep_states == 0},
+                {&s->parts.layernorm, "--layernorm", s->config.layernorm || !s->parts.layernorm},
+                {&s->norm_bias_gradient, "--layernorm", s->config.layernorm || s->norm_bias_gradient},
+                {&s->diverged_at, "--no-keep-going", !s->keep_going}};
     for (int i = 0; i < COUNT(rows); i++) {
         const Option *option = options_find_value(run->options, run->num_options, rows[i].value);
         if (rows[i].has_effect || !option->was_set) continue;
