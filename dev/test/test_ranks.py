@@ -429,7 +429,9 @@ def test_fewer_ranks_keep_the_step_of_a_resumed_run(data, tmp_path):
     assert run_ranks(2, *data, *MODEL, "--max-steps", 2, "--out-dir", two).returncode == 0
     shutil.copytree(two, said, symlinks=True)
     assert_refused(run_failing_ranks(3, "--resume", "--max-steps", 4, "--out-dir", two), f"{2 * B * T} tokens", "3 ranks",
-                   f"--total-batch-size {3 * B * T}")
+                   "take another number of ranks", f"--total-batch-size {3 * B * T}")
+    assert_refused(run_failing_ranks(4, "--resume", "--max-steps", 4, "--out-dir", two), "4 ranks",
+                   "--batch-size 1 keeps the step")
     run_well("--resume", "--max-steps", 4, "--out-dir", two)
     run_well("--resume", "--max-steps", 4, "--total-batch-size", 2 * B * T, "--out-dir", said)
     assert_same_run(two, said)

@@ -244,6 +244,7 @@ def test_a_resumed_run_keeps_the_tokens_of_a_step(data, tmp_path):
     assert done.returncode == 2 and state()["step"] == 4
     sentence = one_sentence(done.stderr)
     assert f"{6 * T} tokens" in sentence and f"--total-batch-size {4 * T}" in sentence
+    assert "--batch-size 3 keeps the step" in sentence
     run_well("--resume", "--batch-size", 4, "--total-batch-size", 4 * T, "--max-steps", 6, "--out-dir", out)
     assert (state()["next_sample"], state()["samples_per_step"]) == (4 * 6 + 2 * 4, 4)
     run_well("--resume", "--max-steps", 7, "--out-dir", out)

@@ -592,6 +592,17 @@ void plan_model(Plan *p, Logger *logger) {
 
 int64_t plan_samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
 
+// Returns the largest micro-batch, `most` sequences or fewer, whose tokens on all ranks divide a
+// step's `total`, at `tokens` for a sequence on each; 0 if there is none.
+static int64_t micro_batch_that_divides(int64_t total, int64_t tokens, int64_t most) {
+    if (total % tokens != 0) return 0;
+    int64_t B = min_int64(most, total / tokens);
+    while (total / tokens % B != 0) {
+        B--;
+    }
+    return B;
+}
+
 // Settles how many micro-batches a step has. Without --total-batch-size a new run has one of each
 // rank, and a resumed one keeps its step, whatever its ranks and its micro-batch are now.
 static void plan_accumulation(Plan *p) {
@@ -610,9 +621,12 @@ static void plan_accumulation(Plan *p) {
         char ranks[32] = "";
         if (ranks_planned > 1) snprintf(ranks, sizeof(ranks), " * %d ranks", ranks_planned);
         if (keeps) {
+            int64_t B = micro_batch_that_divides(total, p->T * ranks_planned, p->B);
+            char way[64] = "take another number of ranks";
+            if (B > 0) snprintf(way, sizeof(way), "--batch-size %ld keeps the step", B);
             die("a step of this run has %ld tokens, which isn't a multiple of the micro-batch's %ld (--batch-size %ld * "
-                "--seq-len %ld%s): change --batch-size, or give --total-batch-size %ld to go on with steps of that many",
-                total, micro_batch, p->B, p->T, ranks, lower ? lower : micro_batch);
+                "--seq-len %ld%s): %s, or give --total-batch-size %ld to go on with steps of that many",
+                total, micro_batch, p->B, p->T, ranks, way, lower ? lower : micro_batch);
         }
         die("--total-batch-size %ld isn't a multiple of the micro-batch's %ld tokens (--batch-size %ld * --seq-len "
             "%ld%s): take %ld",
