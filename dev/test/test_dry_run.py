@@ -185,6 +185,19 @@ def test_a_batch_that_fits_is_named():
     assert "it doesn't fit" in run(*options, "--batch-size", larger, "--total-batch-size", total).stderr
 
 
+@pytest.mark.parametrize("batch", [2, 1000])
+def test_zero_2_is_named_where_it_fits(batch):
+    """A Llama of 7B on eight H100s, whose gradients are a third of their memory."""
+    options = ["--dry-run", "--device", "h100", "--layers", 32, "--heads", 32, "--channels", 4096, "--ffn", 11008,
+               "--activation", "swiglu", "--vocab-size", 32000, "--max-seq-len", 4096, "--untied-head", "--recipe", "bf16",
+               "--batch-size", batch]
+    done = run(*options, "--world-size", 8)
+    assert done.returncode == 2 and ("--zero 2 would fit; or " in one_sentence(done.stderr)) == (batch == 2)
+    at_2 = run(*options, "--world-size", 8, "--zero", 2)
+    assert at_2.returncode == (0 if batch == 2 else 2) and "--zero 2" not in at_2.stderr
+    assert "--zero 2" not in one_sentence(run(*options, "--world-size", 1).stderr)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_largest_of_everything_is_planned_without_overflow(stage):
     text = plan("h100", 65536, "--link-bandwidth", 1e-3, "--layers", 1000, "--heads", 65536, "--channels", 65536,

@@ -76,6 +76,12 @@ static bool fits(const Plan *p) {
     return total + plan_staging_bytes(p, by_kind) <= plan_available_bytes(p);
 }
 
+bool plan_fits_at_zero_2(const Plan *p) {
+    Plan at_2 = *p;
+    at_2.sharding.zero = 2;
+    return p->sharding.comm->size > 1 && p->sharding.zero < 2 && fits(&at_2);
+}
+
 // Returns whether GEMMs decode operands of one of the run's scalings.
 static bool decodes_any(const Plan *p) {
     for (int i = 0; i < NUM_SCALINGS; i++) {
@@ -105,6 +111,7 @@ static void say_too_large(const Plan *p, double total, double available) {
     human_bytes(present, available);
     int64_t B = plan_micro_batch_that_fits(p, available);
     fprintf(stderr, "train_gpt_mxfp8: this run needs %s of memory and %s are free: ", needed, present);
+    if (plan_fits_at_zero_2(p)) fprintf(stderr, "--zero 2 would fit; or ");
     if (B > 0) {
         fprintf(stderr, "--batch-size %ld would fit (--total-batch-size %ld keeps the batch of a step)\n", B,
                 plan_samples_per_step(p) * p->T);

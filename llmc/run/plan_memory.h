@@ -16,6 +16,9 @@ double plan_available_bytes(const Plan *plan);
 // a step's; 0: none.
 int64_t plan_micro_batch_that_fits(const Plan *plan, double available);
 
+// Returns whether a plan of several ranks at a lower stage would fit at --zero 2.
+bool plan_fits_at_zero_2(const Plan *plan);
+
 // Returns the bytes that a run takes of them beside plan_memory's `by_kind`, at times: on a CPU; on
 // a GPU they are the host's.
 double plan_staging_bytes(const Plan *plan, const size_t by_kind[NUM_MEMORY_KINDS]);

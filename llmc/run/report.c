@@ -264,6 +264,7 @@ bool report_dry_run(const Plan *p) {
     if (spare >= 0 || p->comm->rank > 0) return spare >= 0;
     fflush(stdout); // before the sentence on stderr
     fprintf(stderr, "train_gpt_mxfp8: it doesn't fit, %s are missing: ", text);
+    if (plan_fits_at_zero_2(p)) fprintf(stderr, "--zero 2 would fit; or ");
     int64_t B = plan_micro_batch_that_fits(p, total + spare);
     if (B > 0) {
         fprintf(stderr, "--batch-size %ld would fit (--total-batch-size %ld keeps the batch of a step); or take", B,
