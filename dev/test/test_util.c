@@ -304,6 +304,7 @@ static void test_similar_words(void **state) {
     check_similar("cos", "; did you mean --cosine?");
     check_similar("epoch", "; did you mean --epochs?");
     check_similar("batch", "; did you mean --batch-size?");
+    check_similar("LAYERS", "; did you mean --layers?");
     check_similar("layres", "; did you mean --layers?");
     check_similar("c", "");
     check_similar("", "");

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h> // strcasecmp
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h> // fsync, close
@@ -124,6 +125,8 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
     return nearest;
 }
 
+static bool is_but_for_case(const char *candidate, const char *word) { return strcasecmp(candidate, word) == 0; }
+
 static bool begins_with(const char *candidate, const char *word) { return strncmp(candidate, word, strlen(word)) == 0; }
 
 // Returns whether the first letters of `candidate` and of what follows each hyphen make `word`.
@@ -149,14 +152,14 @@ static bool has_part(const char *candidate, const char *word) {
 enum { MAX_SIMILAR = 3 };
 
 char *similar_words(const char *word, const char *const *candidates, int count, const char *prefix) {
-    static bool (*const LIKE[])(const char *, const char *) = {begins_with, has_initials, has_part};
+    static bool (*const LIKE[])(const char *, const char *) = {is_but_for_case, begins_with, has_initials, has_part};
     const char *found[MAX_SIMILAR];
     int num_found = 0;
-    for (int kind = 0; kind < 3 && strlen(word) > 1; kind++) {
+    for (int kind = 0; kind < 4 && strlen(word) > 1; kind++) {
         for (int i = 0; i < count && num_found < MAX_SIMILAR; i++) {
             if (LIKE[kind](candidates[i], word)) found[num_found++] = candidates[i];
         }
-        if (kind == 0 && num_found > 0) break;
+        if (kind < 2 && num_found > 0) break;
     }
     const char *nearest = num_found ? NULL : nearest_word(word, candidates, count);
     if (nearest) found[num_found++] = nearest;

@@ -54,9 +54,9 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
 
 // Returns what a user who typed `word` may have meant, as the end of a sentence: "; did you mean
 // --max-steps, --warmup-steps or --val-steps?", each after `prefix`; "" where nothing is similar.
-// First come candidates that begin with the word, then those whose parts between hyphens have its
-// letters as initials (lr), then those that have it as a part; where there are none,
-// nearest_word's. To be freed.
+// First come candidates that are the word but for small and capital letters, then those that begin
+// with it, then those whose parts between hyphens have its letters as initials (lr), then those
+// that have it as a part; where there are none, nearest_word's. To be freed.
 char *similar_words(const char *word, const char *const *candidates, int count, const char *prefix);
 
 // Returns "cosine, linear, constant", to be freed. The words end with NULL.
