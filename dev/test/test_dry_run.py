@@ -55,6 +55,13 @@ def test_8b_on_3072_cards(device, memory):
     assert number(text, r"gradients ([\d.e+-]+) s") == pytest.approx(sent / 50e9, rel=0.03)  # and latency
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_overlap_is_said_to_be_that_of_zero_1(stage):
+    text = plan("h100", 8, "--link-bandwidth", 50, "--model", "gpt2-124M", "--zero", stage)
+    assert ("s where ranks exchange beside compute, as on GPUs at --zero 1\n" in text) == (stage == 1)
+    assert ("s if all were exchanged beside compute, as on GPUs at --zero 1 alone\n" in text) == (stage != 1)
+
+
 def test_what_makes_a_plan_faster():
     base = ["--model", "gpt2-1558M", "--batch-size", 8]
     first = seconds(plan("h100", 64, "--link-bandwidth", 50, *base))

@@ -463,6 +463,7 @@ RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run)
     }
     step.step = compute + step.gradients + step.weights + step.muon;
     step.overlapped_step = compute + step.exposed;
+    step.may_overlap = run->sharding->zero == 1;
     step.tokens = (double)run->B * (double)run->T * times * ranks;
     step.utilization = gpt_flops_per_token(&run->config, run->T) * step.tokens / ranks / step.step / device->bf16_flops;
     return step;
@@ -490,8 +491,9 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
         fprintf(stream,
                 "  wire     gradients %.4g s, weights %.4g s; %.4g s of it could not be hidden behind compute\n",
                 step->gradients, step->weights + step->muon, step->exposed);
-        snprintf(overlapped, sizeof(overlapped), "; %.4g s where ranks exchange beside compute, as on GPUs at --zero 1",
-                 step->overlapped_step);
+        snprintf(overlapped, sizeof(overlapped), "; %.4g s %s", step->overlapped_step,
+                 step->may_overlap ? "where ranks exchange beside compute, as on GPUs at --zero 1"
+                                   : "if all were exchanged beside compute, as on GPUs at --zero 1 alone");
     }
     fprintf(stream, "  step     %.4g s%s\n", step->step, overlapped);
     fprintf(stream, "  speed    %s tokens/s, %s a rank; the model's FLOP/s are %.1f %% of the %s peak\n",

@@ -42,6 +42,7 @@ typedef struct {
     double gradients, weights, muon;        // on the wire; muon: before the update, with nothing beside it
     double exposed;                         // of these, where they overlap with compute
     double step, overlapped_step;
+    bool may_overlap;   // at --zero 1
     double tokens;      // of a step, on all ranks
     double utilization; // the model's FLOP/s of a step without overlap over the BF16 peak (MFU, Chowdhery et al. 2022)
 } RooflineStep;
