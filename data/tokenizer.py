@@ -197,6 +197,9 @@ def load_json(path):
     except OSError as e:
         raise InputError(f"can't read the tokenizer {path}: {e.strerror}") from None
     except Exception as e:  # the library raises plain Exception for a file that it can't parse
+        beside = Path(path).with_suffix(".json")
+        if Path(path).suffix == ".bin" and beside.is_file():
+            raise InputError(f"{path} is for train_gpt_mxfp8, not for the tokenizers library: name {beside}") from None
         raise InputError(f"{path} is not a tokenizer.json of the tokenizers library: {e}") from None
 
 

@@ -852,6 +852,14 @@ def test_bad_input(tmp_path, monkeypatch, name, content, options, words):
     assert words in sentence and "\n" not in sentence
 
 
+def test_the_trainers_tokenizer_is_told_from_the_one_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.txt", "a" * 100)
+    run_prepare(tmp_path, "--input", "a.txt", name="first")
+    sentence = bad_input(tmp_path, "--input", "a.txt", "--tokenizer", "first/tokenizer.bin")
+    assert "for train_gpt_mxfp8" in sentence and sentence.endswith("name first/tokenizer.json")
+
+
 def test_tokenizers_that_cannot_be_used(tmp_path, monkeypatch):
     from tokenizers import Tokenizer, decoders, models
 
