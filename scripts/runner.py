@@ -226,10 +226,18 @@ def pair_of(word, against):
     return names[0], names[1] if len(names) == 2 else against
 
 
+ROUNDINGS = {"rceil": "mxfp8", "floor": "mxfp8-ocp"}  # of scales; ceil and even are names of recipes
+
+
 def names_of_ours(complaint):
-    """Returns, for a recipe that the program doesn't know, the names that recipes have here alone."""
-    ours = [name for name in RECIPES if name != RECIPES[name].options[1]]
-    return f"; besides, --recipes takes {', '.join(ours)}" if "--recipe has no choice" in complaint else ""
+    """Returns, for a recipe that the program doesn't know, the one that was meant, or the names
+    that recipes have here alone."""
+    unknown = re.search("--recipe has no choice '(.*?)'", complaint)
+    if not unknown:
+        return ""
+    if unknown[1] in ROUNDINGS:
+        return f"; the recipe that rounds scales so is {ROUNDINGS[unknown[1]]}"
+    return f"; besides, --recipes takes {', '.join(name for name in RECIPES if name != RECIPES[name].options[1])}"
 
 
 def list_recipes():
@@ -420,7 +428,7 @@ class Runner:
             # A directory that isn't there: the plan doesn't depend on what an earlier run left.
             done = subprocess.run([self.executable, *job.options, "--dry-run"], capture_output=True, text=True)
             if done.returncode != 0:
-                raise InputError(f"{job.name}: {complaint(done.stderr)}{names_of_ours(done.stderr)}")
+                raise InputError(f"{job.name}: {complaint(done.stderr)}")
 
     def length(self, options):
         """Returns the Length of a run with these options, from what --dry-run prints."""
@@ -564,7 +572,7 @@ def output_of(command, whose=""):
 
 def complaint(said):
     lines = said.strip().splitlines() or ["it ended without a word"]
-    return lines[-1].removeprefix("train_gpt_mxfp8: ")
+    return lines[-1].removeprefix("train_gpt_mxfp8: ") + names_of_ours(lines[-1])
 
 
 def end_of(directory):

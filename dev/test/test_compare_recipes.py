@@ -464,6 +464,8 @@ def test_the_colon_of_a_switch_is_no_pairs():
         (["--out-dir", "out"], "no --train-data"),
         (["--tiny"], "required: --out-dir"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp9"], "besides, --recipes takes e5m2-gradients,"),
+        (["--tiny", "--out-dir", "out", "--recipes", "rceil"], "the recipe that rounds scales so is mxfp8"),
+        (["--tiny", "--out-dir", "out", "--recipes", "mxfp8:floor"], "the recipe that rounds scales so is mxfp8-ocp"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+format-weights=e9m9"], "e9m9"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+No=1"], "not an adjustment"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8,mxfp8"], "mxfp8 twice"),
