@@ -413,15 +413,17 @@ def seed_row(c, seeds):
 
 
 HOW_TO_READ = (
-    "Under one seed two recipes start from the same weights, see the same batches and are validated on the same "
-    "tokens, so that what these do cancels in the difference of their losses. The mean of the differences is reported "
-    "with its 95 % interval (Student's t over seeds), which holds the truth in 19 of 20 such experiments; where it "
-    "includes 0 no difference was seen. Of recipes that change nothing one in twenty is called worse or better at the end, and up to one in twenty more "
-    "on the way, which is said only of what is more than chance at any of the validations after warm-up at once (Bonferroni's correction). "
-    "Would be seen from: a true difference of this size is found in four of five such experiments, if differences scatter as they do here. "
-    "The scatter is itself an estimate: counting that, eight seeds find it in 7 of 10 such experiments, three seeds in 6 of 10. A run has diverged "
-    f"whose losses aren't finite, or end more than {JUMP:g} nats over its lowest validation; its seed is left out of the pair's mean, so "
-    "that this may be over easier seeds."
+    "Under one seed two recipes start from the same weights, see the same batches and are validated on the same tokens, so "
+    "that what these do cancels in the difference of their losses. The mean of the differences is reported with its 95 % "
+    "interval (Student's t over seeds), which holds the truth in 19 of 20 such experiments; where it includes 0 no difference "
+    "was seen. Where two recipes don't differ, one report in twenty still calls one of them worse or better at the end; on "
+    "the way a difference is named only where it is more than chance shows at any of the validations after warm-up "
+    "(Bonferroni's correction), which adds up to one in twenty. Scatter is the standard deviation over seeds. Would be seen "
+    "from: a true difference of this size is found in four of five such experiments, if differences scatter as they do here. "
+    "The scatter is itself an estimate: counting that, eight seeds find it in 7 of 10 such experiments, three seeds in 6 of "
+    "10. Highest mean after warm-up: the mean difference at the validation where the recipe is worst, and after how many "
+    f"tokens that is. A run counts as diverged where its losses aren't finite, or end more than {JUMP:g} nats above its lowest "
+    "validation; its seed is left out of the pair's mean, which may then be one over easier seeds."
 )
 
 
