@@ -161,7 +161,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "between times that the questions are asked; 0: only at the end"),
         INT("sample-every", "STEPS", &s->sample_every, 0, many, "between samples of text; 0: none"),
         INT("sample-tokens", "N", &s->sample_tokens, 1, 1 << 20, "tokens in a sample, at most"),
-        STRING("prompt", "TEXT", &s->prompt, "that samples continue; nothing: a document's start"),
+        STRING("prompt", "TEXT", &s->prompt,
+               "that samples continue, after the end-of-text token, with which a document begins; nothing: that token "
+               "alone"),
         FLOAT("temperature", "X", &s->temperature, 0, 100, "of samples; 0: the likeliest token"),
         INT("top-k", "K", &s->top_k, 0, MAX_VOCAB_SIZE, "sample among the K likeliest tokens; 0: all"),
         INT("quant-stats-every", "STEPS", &s->quant_stats_every, 0, many,
