@@ -367,7 +367,8 @@ def test_data_of_another_tokenizer(base):
 def test_validation_data_of_another_tokenizer(base):
     other = shutil.copytree(base / "data", base / "other")
     (other / "tokenizer.bin").write_bytes((other / "tokenizer.bin").read_bytes()[:-1] + b"?")
-    refused(base, [*NEW, "--val-data", "{base}/other/val_*.bin"], "tokenizer", "{base}/other/val_*.bin")
+    refused(base, [*NEW, "--val-data", "{base}/other/val_*.bin"], "tokenizer", "{base}/other/val_*.bin",
+            "prepare these with the former's")
 
 
 def test_a_new_run_within_a_checkpoint(base):

@@ -322,8 +322,8 @@ static char *tokenizer_beside(const char *pattern) {
 
 // Refuses a tokenizer at `path`, where there is one, other than the data's or, for a given model,
 // the one that was named: with it samples, prompts and scores, or a part of a blend, would be
-// nonsense.
-static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
+// nonsense. It is a checkpoint's or, with `is_data`, that of other data.
+static void check_same_tokenizer(Plan *p, const char *path, const char *whose, bool is_data) {
     Tokenizer other;
     if (!p->has_tokenizer || !path_exists(path)) return;
     tokenizer_open(&other, path, OR_DIE);
@@ -335,9 +335,10 @@ static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
             p->line.settings.tokenizer_path, p->tokenizer.vocab_size, whose, other.vocab_size);
     }
     if (!is_same) {
-        die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with the latter "
+        die("the training data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare %s "
             "(data/prepare.py --tokenizer)",
-            p->tokenizer.vocab_size, whose, other.vocab_size);
+            p->tokenizer.vocab_size, whose, other.vocab_size,
+            is_data ? "these with the former's tokenizer.json" : "the data with the latter");
     }
     tokenizer_take_jsons(&p->tokenizer, &other); // for checkpoints, where the data has none
     tokenizer_close(&other);
@@ -347,16 +348,16 @@ static void check_same_tokenizers(Plan *p) {
     const Settings *s = &p->line.settings;
     const char *directory = given_model(s) ? given_model(s) : s->init_from;
     char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
-    if (path) check_same_tokenizer(p, path, directory);
+    if (path) check_same_tokenizer(p, path, directory, false);
     free(path);
     if (given_model(s)) return; // what a --config says of data isn't read
     for (int i = 0; i < p->train.num_sources && p->train.num_sources > 1; i++) {
         path = tokenizer_beside(p->train.sources[i].pattern);
-        check_same_tokenizer(p, path, p->train.sources[i].pattern);
+        check_same_tokenizer(p, path, p->train.sources[i].pattern, true);
         free(path);
     }
     path = p->line.settings.val_data ? tokenizer_beside(p->line.settings.val_data) : NULL;
-    if (path) check_same_tokenizer(p, path, p->line.settings.val_data);
+    if (path) check_same_tokenizer(p, path, p->line.settings.val_data, true);
     free(path);
 }
 
