@@ -164,10 +164,10 @@ def draw_gap(axes, runs):
     axes.axhline(0, color=first_color, linewidth=1.4)
     for (_, color), of_run in zip(others, losses):
         steps = sorted(base.keys() & of_run.keys())
-        gaps = np.array([100 * (of_run[step] / base[step] - 1) for step in steps])
+        gaps = np.array([of_run[step] - base[step] for step in steps])
         axes.plot(steps, gaps if validated else smoothed(gaps), color=color, linewidth=1.4, marker=".")
     kind = "Validation" if validated else "Training"
-    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", ylabel="% of the loss", xlabel="step")
+    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", ylabel="nats per token", xlabel="step")
 
 
 def draw_loss_legend(axes, runs):
