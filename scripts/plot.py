@@ -88,14 +88,18 @@ def draw_curve(axes, steps, values, color, smooth=True):
     axes.plot(steps, values, color=color, linewidth=1.4)
 
 
+def are_proxies(runs):
+    """Whether losses are a proxy's: squared errors, or a divergence."""
+    return all(run.config.get("program") == "proxy" for run, _ in runs)
+
+
 def draw_loss(axes, runs):
     for run, color in runs:
         steps, values = run.series(run.train, "loss")
         draw_curve(axes, steps, values, color)
         val_steps, val = run.series(run.val, "loss")
         axes.plot(val_steps, val, color=color, markevery=1 + len(val) // 50, **VAL)
-    of_proxies = all(run.config.get("program") == "proxy" for run, _ in runs)  # squared errors, or a divergence
-    axes.set(title="Loss", ylabel=None if of_proxies else "nats per token", xlabel="step")
+    axes.set(title="Loss", ylabel=None if are_proxies(runs) else "nats per token", xlabel="step")
 
 
 def mark_not_finite(axes, runs):
@@ -155,8 +159,9 @@ def layers_of(event):
 def draw_gap(axes, runs):
     """Draws how far each run's loss is from the first one's, where both have one: what two curves
     on top of each other hide. Validation losses, where each has two or more at steps of the first one's; else training
-    losses, whose difference is smoothed."""
+    losses, whose difference is smoothed. A proxy's, which fall by orders of magnitude, in percent."""
     (first, first_color), *others = runs
+    in_percent = are_proxies(runs)
     base, *losses = (dict(zip(*run.series(run.val, "loss"))) for run, _ in runs)
     validated = all(len(base.keys() & of_run.keys()) > 1 for of_run in losses)
     if not validated:
@@ -164,10 +169,11 @@ def draw_gap(axes, runs):
     axes.axhline(0, color=first_color, linewidth=1.4)
     for (_, color), of_run in zip(others, losses):
         steps = sorted(base.keys() & of_run.keys())
-        gaps = np.array([of_run[step] - base[step] for step in steps])
+        gaps = np.array([100 * (of_run[step] / base[step] - 1) if in_percent else of_run[step] - base[step] for step in steps])
         axes.plot(steps, gaps if validated else smoothed(gaps), color=color, linewidth=1.4, marker=".")
     kind = "Validation" if validated else "Training"
-    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", ylabel="nats per token", xlabel="step")
+    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", xlabel="step",
+             ylabel="% of the loss" if in_percent else "nats per token")
 
 
 def draw_loss_legend(axes, runs):

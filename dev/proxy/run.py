@@ -45,14 +45,13 @@ from runner import lock_directory  # noqa: E402
 # What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
 # at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program, with which the
 # paper's runs were made, with its label noise; `reference` shows the one of the paper's text too, without. How many seeds:
-# `seeds` is for the experiments seeds and swiglu, `few` for text, text_interventions and authors, `many` for authors_swiglu,
-# which counts jumps, `of_cases` for each case of the others.
+# `seeds` is for the experiments seeds, swiglu and authors_swiglu, `few` for text, text_interventions and authors, `of_cases`
+# for each case of the others.
 SCALES = {
     "paper": {
         "options": {"steps": 9000, "learning-rate": 6e-4, "teacher": "plain"},
         "seeds": 10,
         "few": 3,
-        "many": 12,
         "of_cases": 3,
         "rates": (1e-5, 5e-5, 1e-4, 5e-4, 1e-3),
         "depths": (2, 4, 8),
@@ -66,7 +65,6 @@ SCALES = {
         "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3, "teacher": "plain"},
         "seeds": 10,
         "few": 3,
-        "many": 12,
         "of_cases": 5,
         "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
         "depths": (2, 4),
@@ -81,7 +79,6 @@ SCALES = {
                     "threads": 1},
         "seeds": 2,
         "few": 2,
-        "many": 2,
         "of_cases": 2,
         "rates": (1e-3, 1e-2),
         "depths": (1,),
@@ -649,7 +646,7 @@ def authors_swiglu(runner):
                {"FP32": FP32, **{arm: runner.diagnosed(recipe) for arm, recipe in arms.items()}},
                "finds SwiGLU the least stable activation in MX, with a program that computes in its own way. Which part of that "
                "way makes a run diverge nobody has asked.",
-               [(arm, "ours") for arm in arms if arm != "ours"], "many")
+               [(arm, "ours") for arm in arms if arm != "ours"])
 
 
 def under_seeds(runner, options, arms, count):

@@ -90,6 +90,9 @@ def test_losses_have_their_unit(tmp_path):
         run = plot.Run(write_log(tmp_path / program, [config | {"program": program}, *log]))
         drawn.append(plot.draw([(run, "black")]).axes[0].get_ylabel())
     assert drawn == ["nats per token", ""]
+    proxies = [plot.Run(write_log(tmp_path / name, [config | {"program": "proxy"}, *map(halved, log)]), name)
+               for name, halved in (("whole", dict), ("half", lambda e: e | {"loss": e["loss"] / 2} if "loss" in e else e))]
+    assert gap_between(*proxies)[2] == pytest.approx(-50)
 
 
 def gap_between(*runs):

@@ -830,7 +830,7 @@ def test_a_sign_test_is_a_fair_coin_s():
 
 
 def test_jumps_of_a_part_are_counted_beside_ours(monkeypatch):
-    """Five of twelve seeds of an arm that jump where ours don't may be chance, six aren't."""
+    """Five of ten seeds of an arm that jump where ours don't may be chance, six aren't."""
     for count, cell, said in ((5, "5, 0 (p = 0.062)", "none"), (6, "6, 0 (p = 0.031)", "ours, the teacher in MX 6, ours 0")):
         jumping = dict.fromkeys((f"ours, the teacher in MX, seed {1337 + i}" for i in range(count)), UP_AND_BACK)
         *_, seen, (_, compared), _, _ = report_of(monkeypatch, "authors_swiglu", [], jumping, scale="cpu")
