@@ -121,7 +121,7 @@ def text_files(directory, text_field):
         kind = written if is_written(file) else files if file.suffix in DATA_SUFFIXES or is_text(file) else others
         kind.append(file)
     if written:
-        print(f"{directory}: left out {len(written)} files that were written beside tokens, such as {written[0]}")
+        print(f"{directory}: left out files that were written beside tokens, {len(written)} in all, such as {written[0]}")
     if not files:
         raise InputError(f"the directory {directory} holds no text (files whose names begin with a dot don't count)")
     if others:

@@ -358,7 +358,7 @@ def test_a_data_set_within_the_directory_is_no_text(tmp_path, capsys):
         out = run_prepare(directory, "--input", directory, "--val-fraction", 0, "--overwrite")
         write(out / "source.json", "{}")
         assert decoded_documents(out, "train") == ["one", '{"own": 1}']
-    assert f"left out 3 files that were written beside tokens, such as {out / 'source.json'}" in capsys.readouterr().out
+    assert f"left out files that were written beside tokens, 3 in all, such as {out / 'source.json'}" in capsys.readouterr().out
 
 
 def test_end_of_text_separates_documents_of_a_text_file(tmp_path):
