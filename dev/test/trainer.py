@@ -91,7 +91,8 @@ def run_well(*arguments, **options):
 
 def start(*arguments, environment=None):
     """Starts the program, with a line for every step."""
-    return subprocess.Popen(words([*arguments, "--log-every", 1]), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
+    lines = [] if "--generate" in arguments else ["--log-every", 1]
+    return subprocess.Popen(words([*arguments, *lines]), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
