@@ -38,6 +38,11 @@ class Experiment(NamedTuple):
     times: int = 1  # more than 1: all runs a second time, so many times as long
 
 
+def each_role_down(recipe):
+    """Returns pairs of a recipe with one role's scales rounded down, and as it is."""
+    return ",".join(f"{recipe}+scale-rounding-{role}=floor:{recipe}" for role in ("weights", "activations", "gradients"))
+
+
 EXPERIMENTS = {
     "rounding": Experiment(
         "What does the rounding of scales do?",
@@ -68,7 +73,15 @@ EXPERIMENTS = {
         "The instability paper blames clamped values, of gains first. The recipe paper has no MXFP4. Neither rounds one role "
         "alone.",
         "floor for weights, activations or gradients alone against rceil for all, with all in E2M1.",
-        ",".join(f"mxfp4+scale-rounding-{role}=floor:mxfp4" for role in ("weights", "activations", "gradients")),
+        each_role_down("mxfp4"),
+    ),
+    "mxfp6-roles": Experiment(
+        "Rounded down in MXFP6, which tensors' scales hurt?",
+        "The instability paper blames clamped values, of gains first. The recipe paper has no MXFP6. Neither rounds one role "
+        "alone.",
+        "floor for weights, activations or gradients alone against rceil for all, with all in E3M2, the one of the two "
+        "six-bit formats in which floor for all is seen to cost.",
+        each_role_down("mxfp6-e3m2"),
     ),
     "e5m2-rounding": Experiment(
         "With gradients in E5M2, what does the rounding of scales do?",

@@ -725,8 +725,8 @@ def test_experiments_are_recipes_of_the_program(tmp_path):
     chosen = {name: runner.chosen_pairs(e.recipes) for name, e in experiments.EXPERIMENTS.items()}
     every = {r.name: r for recipes, _ in chosen.values() for r in recipes}
     runner.Runner(TRAINER, tmp_path / "out").check([runner.Job(r.name, (*r.options, *data, *size)) for r in every.values()])
-    assert list(chosen) == ["rounding", "roles", "mxfp4-roles", "e5m2-rounding", "formats", "operands", "scalings",
-                            "wgrad", "wgrad-operands", "weights", "gains", "length"]
+    assert list(chosen) == ["rounding", "roles", "mxfp4-roles", "mxfp6-roles", "e5m2-rounding", "formats", "operands",
+                            "scalings", "wgrad", "wgrad-operands", "weights", "gains", "length"]
     pairs = {name: [pair.label for pair in pairs] for name, (_, pairs) in chosen.items()}
     assert {"mxfp8-ocp against mxfp8", "mxfp8-ocp against bf16", "ceil against mxfp8"} <= set(pairs["rounding"])
     assert {"nvfp4-nvidia against nvfp4", "nvfp4-published against nvfp4-nvidia"} < set(pairs["scalings"])
@@ -741,6 +741,7 @@ def test_experiments_are_recipes_of_the_program(tmp_path):
                                for word in ("--operand", f"{name}=bf16")), "--hadamard-wgrad", "fixed")
     assert {"mxfp4-2d-weights against mxfp4", "nvfp4-1d-weights against nvfp4"} < set(pairs["weights"])
     assert "mxfp4+scale-rounding-weights=floor against mxfp4" in pairs["mxfp4-roles"]
+    assert "mxfp6-e3m2+scale-rounding-gradients=floor against mxfp6-e3m2" in pairs["mxfp6-roles"]
     assert "gains-floor against gains" in pairs["gains"] and len(pairs["operands"]) == 7
     assert every["ceil"].options[-2:] == ("--scale-rounding", "ceil") and "pitfall" in every["ceil"].finding
     assert every["e5m2-gradients-even"].options == ("--recipe", "mxfp8-e5m2-gradients", "--scale-rounding", "even")
