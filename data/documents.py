@@ -24,7 +24,7 @@ PIECE_CHARS = 2**18
 # In a text file end-of-text separates documents; the end of its line belongs to neither.
 SEPARATOR = re.compile(re.escape(END_OF_TEXT) + r"(?:\r?\n)?")
 LONGEST_SEPARATOR = len(END_OF_TEXT) + 2
-WRITTEN_NAMES = ("tokenizer.json", "tokenizer_config.json", "source.json")  # beside tokenizer.bin, of a data set or checkpoint
+WRITTEN_NAMES = ("tokenizer.json", "tokenizer_config.json", "source.json")  # beside tokenizer.bin, of a data set
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 UNPACKERS = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zXZ\0": "unxz"}
 
@@ -134,7 +134,7 @@ def text_files(directory, text_field):
 
 
 def is_written(path):
-    """Whether a file describes a data set that was made here, perhaps by this program's last call, or a checkpoint."""
+    """Whether a file describes a data set that was made here, perhaps by this program's last call."""
     return path.name in WRITTEN_NAMES and path.with_name("tokenizer.bin").is_file()
 
 

@@ -416,7 +416,7 @@ HOW_TO_READ = (
     "Under one seed two recipes start from the same weights, see the same batches and are validated on the same tokens, so "
     "that what these do cancels in the difference of their losses. The mean of the differences is reported with its 95 % "
     "interval (Student's t over seeds), which holds the truth in 19 of 20 such experiments; where it includes 0 no difference "
-    "was seen. Where two recipes don't differ, one report in twenty still calls one of them worse or better at the end; on "
+    "was seen. Where two recipes don't differ, one comparison in twenty still calls one of them worse or better at the end; on "
     "the way a difference is named only where it is more than chance shows at any of the validations after warm-up "
     "(Bonferroni's correction), which adds up to one in twenty. Scatter is the standard deviation over seeds. Would be seen "
     "from: a true difference of this size is found in four of five such experiments, if differences scatter as they do here. "

@@ -79,8 +79,7 @@ EXPERIMENTS = {
         "Rounded down in MXFP6, which tensors' scales hurt?",
         "The instability paper blames clamped values, of gains first. The recipe paper has no MXFP6. Neither rounds one role "
         "alone.",
-        "floor for weights, activations or gradients alone against rceil for all, with all in E3M2, the one of the two "
-        "six-bit formats in which floor for all is seen to cost.",
+        "floor for weights, activations or gradients alone against rceil for all, with all in E3M2.",
         each_role_down("mxfp6-e3m2"),
     ),
     "e5m2-rounding": Experiment(

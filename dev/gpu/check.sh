@@ -108,7 +108,7 @@ step() {
   "$@" >"$out/$name.log" 2>&1
   code=$?
   tenths=$(((${EPOCHREALTIME/./} - start) / 100000))
-  if [ "$code" -ne 0 ] && [ "$limit_seconds" -eq 0 ] && [ "$limit" -ge 1 ]; then
+  if [ "$code" -ge 128 ] && [ "$limit_seconds" -eq 0 ]; then # the signal ended it too
     code=124
     echo "left out: $over while it ran" >>"$out/$name.log"
   fi
@@ -229,6 +229,10 @@ end_ranks() { # the exit status that is wanted of each
   for pid in "${pids[@]}"; do
     wait "$pid"
     code=$?
+    while kill -0 "$pid" 2>/dev/null; do # a signal ended the waiting, not the rank
+      wait "$pid"
+      code=$?
+    done
     echo "a rank ended with $code"
     if [ $code -ne "$1" ]; then ended=1; fi
   done
@@ -308,6 +312,10 @@ turn() { # directory, command...
     return 1
   fi
   tail -n 3 "$directory/console.log"
+  if [ "${limit_seconds-}" = 0 ]; then
+    left_out 124 "$over"
+    return
+  fi
   echo "$steps steps"
   if [ "$steps" -lt 3 ]; then return 124; fi
 }

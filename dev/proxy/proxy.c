@@ -135,7 +135,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("keep-states", "N", &s->keep_states, 0, many, "newest of --save-every's states that are kept; 0: all"),
         FLAG(
             "resume", &s->resume,
-            "go on from the newest state in --out-dir; a run that was cut off before its first starts anew (by --load)"),
+            "go on from the newest state in --out-dir; a run that was cut off before its first starts anew, with the options that it had"),
         STRING("load", "FILE", &s->load,
                "start from a state; what is trained, on what, is as in it, the recipe as the options say"),
         GROUP("Diagnostics"),

@@ -178,7 +178,9 @@ def departures(steps, loss, reason, earlier=(), factor=10, window=20):
 def has_effect(name, options):
     """Returns whether an option changes anything beside the others: the program refuses one that doesn't, but --option is
     given to every run."""
+    layernorm = options.get("layernorm", True)
     needed = {"heads": options.get("attention"), "seq-len": options.get("attention"),
+              "bf16-layernorm": layernorm, "norm-bias-gradient": layernorm,
               "momentum": options.get("optimizer") == "sgd", "final-learning-rate": options.get("schedule") == "cosine"}
     return needed.get(name, True)
 

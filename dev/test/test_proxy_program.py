@@ -700,6 +700,12 @@ def test_options_of_attention_reach_the_runs_that_have_it(tmp_path):
     assert (options["heads"], options["seq-len"]) == (2, 8) and "--heads" not in without.command
 
 
+def test_options_of_layernorm_are_for_runs_that_have_it():
+    has_effect = load_run().has_effect
+    for name in "bf16-layernorm", "norm-bias-gradient":
+        assert has_effect(name, {}) and not has_effect(name, {"layernorm": False})
+
+
 def test_the_commit_is_there_before_the_program_ends(tmp_path):
     """Its run can be reported where the script was killed before."""
     program = tmp_path / "proxy"

@@ -1,10 +1,10 @@
 /*
 BF16 GEMMs through oneDNN's matmul primitive, strided, with a sum post-op to accumulate, and a
-binary one to multiply by alpha before that. A primitive for each shape is made once and kept, of
-some thousands; so are each thread's memory handles and scratch, so that a call allocates nothing.
-Scratch is given to oneDNN by us: a primitive that manages its own can't run on several threads at
-once. Takes oneDNN 2, as Debian 12 has it, and 3, as Debian 13 does: what differs between their
-interfaces stands first.
+binary one to multiply by alpha before that. Primitives are kept by shape, some thousands at most,
+and so are each thread's memory handles and scratch: a call of a shape that is kept allocates
+nothing. Scratch is given to oneDNN by us: a primitive that manages its own can't run on several
+threads at once. Takes oneDNN 2, as Debian 12 has it, and 3, as Debian 13 does: what differs between
+their interfaces stands first.
 */
 #include "cpu.h"
 #include "onednn.h"

@@ -111,12 +111,13 @@ static void say_too_large(const Plan *p, double total, double available) {
     human_bytes(present, available);
     int64_t B = plan_micro_batch_that_fits(p, available);
     fprintf(stderr, "train_gpt_mxfp8: this run needs %s of memory and %s are free: ", needed, present);
-    if (plan_fits_at_zero_2(p)) fprintf(stderr, "--zero 2 would fit; or ");
+    bool fits_at_2 = plan_fits_at_zero_2(p);
+    if (fits_at_2) fprintf(stderr, "--zero 2 would fit; or ");
     if (B > 0) {
         fprintf(stderr, "--batch-size %ld would fit (--total-batch-size %ld keeps the batch of a step)\n", B,
                 plan_samples_per_step(p) * p->T);
     } else {
-        fprintf(stderr, "even --batch-size 1 doesn't fit; take a smaller model or --seq-len\n");
+        fprintf(stderr, "%stake a smaller model or --seq-len\n", fits_at_2 ? "" : "even --batch-size 1 doesn't fit; ");
     }
 }
 

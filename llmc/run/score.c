@@ -171,8 +171,9 @@ static double sum_of_powers(const float *logits, int64_t vocab_size, float large
 }
 
 // Returns the logarithm of the softmax of `target`, and whether its logit is the first of the
-// largest; where a logit isn't a number, NaN and that it isn't. A multiple of 2^-24, finer than
-// FP32's logits: sums of such have the same bits in any order, on any number of ranks.
+// largest; where a logit isn't a number, NaN and that it isn't. A multiple of 2^-24, as
+// fine as FP32's logits from 1/2 to 1: sums of such have the same bits in any order, on any number
+// of ranks.
 static double log_softmax(const float *logits, int64_t vocab_size, int32_t target, bool *is_largest) {
     float largest = vector_max(logits, vocab_size);
     double logprob = (double)logits[target] - (double)largest - log(sum_of_powers(logits, vocab_size, largest));
