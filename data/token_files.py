@@ -6,11 +6,11 @@ all of it is on the disk: a reader never sees half a data set.
 
 import contextlib
 import errno
-import fcntl
 import os
 from pathlib import Path
 
 import numpy as np
+from locks import is_taken
 
 HEADER_INTS = 256
 TOKENS_UINT16 = (20240520, 1)  # magic, version
@@ -46,15 +46,9 @@ class AtomicFiles:
     def __enter__(self):
         self.directory.mkdir(parents=True, exist_ok=True)
         self.opened = os.open(self.directory, os.O_RDONLY)
-        try:
-            fcntl.flock(self.opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if is_taken(self.opened):
             os.close(self.opened)
-            raise InputError(
-                f"another program is writing into {self.directory}: wait for it, stop it, or choose another directory"
-            ) from None
-        except OSError:
-            pass  # some network file systems have no locks
+            raise InputError(f"another program is writing into {self.directory}: wait for it, stop it, or choose another directory")
         return self
 
     def __exit__(self, kind, exception, traceback):

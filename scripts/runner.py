@@ -5,7 +5,6 @@ What was finished isn't done again, and what was interrupted goes on from its la
 
 import argparse
 import contextlib
-import fcntl
 import glob
 import json
 import os
@@ -34,6 +33,7 @@ from logs import (
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "data"))
+from locks import is_taken  # noqa: E402
 from whole_numbers import whole_number_of  # noqa: E402
 
 EXIT_NOT_FINITE = 3
@@ -373,12 +373,8 @@ def lock_directory(directory):
     """Returns a file that holds the directory; a program that inherits it holds it too, where only
     the script was killed."""
     lock = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"{directory} is in use: wait for the run that writes there, or choose another directory") from None
-    except OSError:
-        pass  # some network file systems have no locks: it is for the user, then, to start one at a time
+    if is_taken(lock):
+        raise InputError(f"{directory} is in use: wait for the run that writes there, or choose another directory")
     return lock
 
 

@@ -76,11 +76,7 @@ bool proxy_check_recipe(const ProxyConfig *c, const Recipe *recipe, Error *error
             error, "the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
             recipe->name);
     }
-    if (recipe->bf16_first_layers + recipe->bf16_last_layers > c->layers) {
-        return error_set(error,
-                         "--bf16-first-layers %ld and --bf16-last-layers %ld are more than --layers %ld: lower them",
-                         recipe->bf16_first_layers, recipe->bf16_last_layers, c->layers);
-    }
+    if (!recipe_check_layers(recipe, c->layers, error)) return false;
     RecipeEffects effects = proxy_recipe_effects(c, recipe);
     return recipe_check_effects(recipe, &effects, error);
 }

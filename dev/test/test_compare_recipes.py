@@ -395,7 +395,7 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(runner.fcntl, "flock", flock)
+    monkeypatch.setattr("locks.fcntl.flock", flock)
     runner.Runner(TRAINER, tmp_path / "out")
 
 

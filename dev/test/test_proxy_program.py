@@ -575,7 +575,7 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*new, "--no-layernorm", "--bf16-layernorm"], "--bf16-layernorm changes nothing without --layernorm"),
         ([*new, "--no-layernorm", "--no-norm-bias-gradient"], "--norm-bias-gradient changes nothing without --layernorm"),
         ([*new, "--keep-going", "--diverged-at", 5], "--diverged-at changes nothing without --no-keep-going"),
-        ([*new, "--layers", 2, "--bf16-first-layers", 2, "--bf16-last-layers", 1], "are more than --layers 2"),
+        ([*new, "--layers", 2, "--bf16-first-layers", 2, "--bf16-last-layers", 1], "are more than the model's 2 blocks"),
         ([*new, "--learning-rate", 0, "--schedule", "cosine"], "--learning-rate above 0"),
         (["--resume", "--out-dir", tmp_path / "bare", "--steps", 9], "whose log.jsonl is gone"),
         ([*new, "--seed", 5, "--teacher-seed", 5], "--teacher-seed"),

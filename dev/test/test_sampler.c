@@ -5,6 +5,8 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h> // qsort
+#include <string.h>
 #include <cmocka.h>
 #include "llmc/run/sample.h"
 
@@ -43,6 +45,33 @@ static void test_temperature(void **state) {
     assert_int_equal(sample_token(logits, 3, 2, 0, (float)(1 / sum + 1e-4)), 1);
     assert_int_equal(sample_token(logits, 3, 1e-30f, 0, 0.999f), 1); // no overflow
     assert_int_equal(sample_token(logits, 3, INFINITY, 0, 0.34f), 1);
+}
+
+static int compare_descending(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+// A temperature of infinity draws alike what is drawn at all: of many logits the top_k largest, by
+// sorting them. They differ in sign and by many powers of two; all are apart.
+static void test_top_k_of_many(void **state) {
+    (void)state;
+    enum { COUNT_OF_LOGITS = 300, DRAWS = 4000 };
+    float logits[COUNT_OF_LOGITS], sorted[COUNT_OF_LOGITS];
+    for (int id = 0; id < COUNT_OF_LOGITS; id++) {
+        logits[id] = ldexpf((float)(id * 97 % COUNT_OF_LOGITS - 150) + 0.25f, id % 40 - 30);
+    }
+    memcpy(sorted, logits, sizeof(sorted));
+    qsort(sorted, COUNT_OF_LOGITS, sizeof(*sorted), compare_descending);
+    for (int top_k = 1; top_k < COUNT_OF_LOGITS; top_k += 23) {
+        bool drawn[COUNT_OF_LOGITS] = {false};
+        for (int i = 0; i < DRAWS; i++) {
+            drawn[sample_token(logits, COUNT_OF_LOGITS, INFINITY, top_k, (float)i / DRAWS)] = true;
+        }
+        for (int id = 0; id < COUNT_OF_LOGITS; id++) {
+            assert_true(drawn[id] == (logits[id] >= sorted[top_k - 1]));
+        }
+    }
 }
 
 static void test_top_k(void **state) {
@@ -103,6 +132,7 @@ int main(void) {
         cmocka_unit_test(test_inverse_cumulative),
         cmocka_unit_test(test_temperature),
         cmocka_unit_test(test_top_k),
+        cmocka_unit_test(test_top_k_of_many),
         cmocka_unit_test(test_not_finite),
         cmocka_unit_test(test_frequencies),
     };

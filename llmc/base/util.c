@@ -155,7 +155,7 @@ char *similar_words(const char *word, const char *const *candidates, int count, 
     static bool (*const LIKE[])(const char *, const char *) = {is_but_for_case, begins_with, has_initials, has_part};
     const char *found[MAX_SIMILAR];
     int num_found = 0;
-    for (int kind = 0; kind < 4 && strlen(word) > 1; kind++) {
+    for (int kind = 0; kind < COUNT(LIKE) && strlen(word) > 1; kind++) {
         for (int i = 0; i < count && num_found < MAX_SIMILAR; i++) {
             if (LIKE[kind](candidates[i], word)) found[num_found++] = candidates[i];
         }

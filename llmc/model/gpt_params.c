@@ -131,12 +131,7 @@ RecipeEffects gpt_recipe_effects(const GPTConfig *config, const Recipe *recipe) 
 
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error) {
     int64_t L = config->layers;
-    if (recipe->bf16_first_layers + recipe->bf16_last_layers > L) {
-        return error_set(
-            error,
-            "--bf16-first-layers %ld and --bf16-last-layers %ld are more than the model's %ld blocks: lower them",
-            recipe->bf16_first_layers, recipe->bf16_last_layers, L);
-    }
+    if (!recipe_check_layers(recipe, L, error)) return false;
     for (int i = 0; i < recipe->num_filters; i++) {
         if (filter_matches_any(&recipe->filters[i], config)) continue;
         return error_set(

@@ -467,6 +467,13 @@ bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Er
     return true;
 }
 
+bool recipe_check_layers(const Recipe *recipe, int64_t layers, Error *error) {
+    if (recipe->bf16_first_layers + recipe->bf16_last_layers <= layers) return true;
+    return error_set(
+        error, "--bf16-first-layers %ld and --bf16-last-layers %ld are more than the model's %ld blocks: lower them",
+        recipe->bf16_first_layers, recipe->bf16_last_layers, layers);
+}
+
 bool recipe_quantizes(const Recipe *recipe) { return recipe_scalings(recipe) != 0; }
 
 bool recipe_is_scaled(const Recipe *recipe) { return (recipe_scalings(recipe) & ~(1u << SCALING_MX)) != 0; }

@@ -170,6 +170,9 @@ void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear);
 // option of all roles, each of which has an option of its own, is none.
 bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error);
 
+// Returns whether a model of so many layers has all that the recipe keeps in BF16.
+bool recipe_check_layers(const Recipe *recipe, int64_t layers, Error *error);
+
 // True if any of the six operands is in an MX format, be it in one linear layer.
 bool recipe_quantizes(const Recipe *recipe);
 

@@ -156,7 +156,7 @@ void score_free(ScoreRequests *all) {
 
 // Returns the sum of e^(logit - largest), at most PIECE of them at a time in FP32.
 static double sum_of_powers(const float *logits, int64_t vocab_size, float largest) {
-    enum { PIECE = 256 };
+    enum { PIECE = 64 };
     double sum = 0;
     for (int64_t first = 0; first < vocab_size; first += PIECE) {
         int64_t end = min_int64(first + PIECE, vocab_size);
